@@ -13,7 +13,13 @@ from typing import Annotated
 
 import typer
 
-from rollmill.flows.commands import again_commands, look_commands, run_commands, service_commands
+from rollmill.flows.commands import (
+    again_commands,
+    look_commands,
+    policy_commands,
+    run_commands,
+    service_commands,
+)
 from rollmill.tasks.errors import ConfigError, RollmillError, mask_credentials, show_value
 from rollmill.tasks.processes.python_child import append_user_path
 from rollmill.tasks.user_code.left_threads import EXIT_TIMEOUT_S, exit_within
@@ -24,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Batch reinforcement learning for language models whose loop is a workflow.",
 )
-for _panel in (run_commands, look_commands, again_commands, service_commands):
+for _panel in (run_commands, look_commands, again_commands, policy_commands, service_commands):
     app.add_typer(_panel.commands)
 
 

@@ -18,7 +18,15 @@ PROGRAM = "rollmill.tasks.train.checkpoints.hf_export"
 
 
 async def export_policy(
-    config: RunConfig, model: Path, folder: RunFolder, run: str, version: int, output: Path, log: Path
+    config: RunConfig,
+    model: Path,
+    folder: RunFolder,
+    run: str,
+    version: int,
+    output: Path,
+    log: Path,
+    *,
+    has_lineage: bool = False,
 ) -> None:
     """Write a policy version as a Hugging Face folder, in a separate process.
 
@@ -30,6 +38,7 @@ async def export_policy(
         version: policy version with a checkpoint.
         output: the new folder.
         log: file for the process's output.
+        has_lineage: True to write lineage.json and a model card too, for which the rows of the run are read.
 
     Raises:
         StoreError: the checkpoint cannot be read.
@@ -51,6 +60,7 @@ async def export_policy(
                 "version": version,
                 "checkpoint": str(checkpoint),
                 "output": str(output),
+                "folder": folder.location if has_lineage else "",
             },
             log=log,
             timeout_s=config.train.command_timeout_s,
@@ -85,6 +95,6 @@ def export_policy_here(folder: RunFolder, version: int | None, output: Path) -> 
     if not (model / "config.json").is_file():
         raise ConfigError("model", str(model), "the run's start model is missing; restore its folder")
     with tempfile.TemporaryDirectory() as logs:
-        export = export_policy(config, model, folder, manifest.run, chosen, output, Path(logs) / "export.log")
-        asyncio.run(export)
+        log = Path(logs) / "export.log"
+        asyncio.run(export_policy(config, model, folder, manifest.run, chosen, output, log, has_lineage=True))
     return f"version {chosen} of {folder.location} is in {output}"

@@ -19,6 +19,7 @@ from rollmill.flows.prefect_integration.recording import Recording
 from rollmill.flows.prefect_integration.task_runs import TaskRunRecorder, start_prefect_thread
 from rollmill.flows.rules import describe_altered
 from rollmill.flows.run.folder import run_folder
+from rollmill.flows.run.lineage_events import send_lineage_events
 from rollmill.flows.run.rollout_logprobs import LogprobRecomputation, ReferenceDeployment, open_reference
 from rollmill.flows.run.run_environment import RunEnvironment, open_environments
 from rollmill.flows.run.run_sinks import open_sinks, open_span_sink
@@ -225,6 +226,7 @@ async def open_offline_run(
                 open_sinks(config, store.folder, store.manifest.run) as sinks,
                 open_reference(store, config) as reference,
                 RunArtifacts(config.observe, store.folder, config.steps) as artifacts,
+                send_lineage_events(store, model),
             ):
                 shared = (config, model, store, compactor, recording, progress, artifacts)
                 opening.end()

@@ -55,6 +55,10 @@ class PromptsConfig(StageConfig):
     )
     columns: tuple[str, ...] = setting((), "Further columns that scorers can read.", fixed=True)
     system: str = setting("", "System prompt for every prompt; empty: none.", fixed=True)
+    license: str = setting(
+        "",
+        "Licence of the data set by its SPDX identifier, such as CC-BY-4.0, for the model card of exported policies; empty: not stated.",
+    )
     held_out_path: str = setting(
         "", "File or folder with the held-out prompts; empty: they are split off `path`.", fixed=True
     )

@@ -15,6 +15,8 @@ from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.rollout.chat_tokenizer import save_character_tokenizer
 from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.lineage.lineage_trace import find_wrong_policy_files
+from rollmill.tasks.store.lineage.policy_lineage import read_lineage
 from rollmill.tasks.store.run.writable_run import OpenRun
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.service.commands import (
@@ -86,6 +88,15 @@ async def test_a_policy_is_the_same_from_the_trainer_from_the_command_and_from_t
         assert GenerationConfig.from_pretrained(folder).temperature == 0.7
         for each, value in model.named_parameters():
             assert torch.equal(parameter(str(run.checkpoint(1)), each), value), each
+        lineage = read_lineage(RunFolder(folder))
+        assert (lineage.run, lineage.version, len(lineage.steps)) == (name, 1, 1)
+        assert set(lineage.start_model.files) == names_in(start)
+        assert list(find_wrong_policy_files(RunFolder(folder), lineage)) == []
+        assert (folder / "README.md").read_text().startswith("---")
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
 
 
 def export(run: RunFolder, folder: Path) -> subprocess.CompletedProcess[str]:

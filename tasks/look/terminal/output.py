@@ -21,7 +21,7 @@ from rollmill.tasks.look.export.dataset_export import ExportedFile
 from rollmill.tasks.look.tables.view import Column, View, count_noun, escape_controls
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.verify.run_verification import Check, VerificationReport, verify_run
-from rollmill.tasks.store.verify.run_views import RunView
+from rollmill.tasks.store.verify.run_views import Finding, RunView
 
 UNBOUNDED = 100_000
 """Line width that no table exceeds."""
@@ -120,17 +120,24 @@ def verify_and_print(folder: RunFolder, *, as_json: bool, more: Sequence[Check[R
     return not found.findings
 
 
+def print_findings(location: str, findings: Sequence[Finding]) -> None:
+    """Print a table of faults with their remedies; nothing without any. `location` is left out of the paths in it."""
+    if not findings:
+        return
+    console = open_console()
+    table = Table(title=f"Findings in {location}", title_justify="left")
+    for heading in ("where", "what", "remedy"):
+        table.add_column(heading, overflow="fold")
+    for each in findings:
+        where = each.where.removeprefix(f"{location}/")
+        table.add_row(*(Text(escape_controls(text)) for text in (where, each.what, each.remedy)))
+    widen_to_fit(console, table)
+    console.print(table)
+
+
 def _print_report(folder: RunFolder, found: VerificationReport) -> None:
     console = open_console()
-    if found.findings:
-        table = Table(title=f"Findings in {folder.location}", title_justify="left")
-        for heading in ("where", "what", "remedy"):
-            table.add_column(heading, overflow="fold")
-        for each in found.findings:
-            where = each.where.removeprefix(f"{folder.location}/")
-            table.add_row(*(Text(escape_controls(text)) for text in (where, each.what, each.remedy)))
-        widen_to_fit(console, table)
-        console.print(table)
+    print_findings(folder.location, found.findings)
     for note in found.notes:
         console.print(escape_controls(note), markup=False, soft_wrap=True)
     said = f"{len(found.findings)} findings" if found.findings else "nothing is wrong"

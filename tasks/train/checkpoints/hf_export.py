@@ -19,6 +19,7 @@ from rollmill.tasks.store.checkpoints.checkpoint_marker import check_files, read
 from rollmill.tasks.store.checkpoints.checkpoint_store import publish_policy, staging_folder
 from rollmill.tasks.store.filesystem import publish_path
 from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.lineage.lineage_writer import write_lineage
 from rollmill.tasks.sync.adapters import A, read_weight_shapes
 from rollmill.tasks.sync.weight_messages import AdapterBase
 from rollmill.tasks.train.checkpoints.hf_layout import adapter_layers, checkpoint_tensors, layer_name
@@ -109,7 +110,7 @@ def store_policy(
 ) -> str:
     """Write a version's model into the run's folder of policies; returns its address where `is_writer`, else "".
 
-    The content is that of `export_policy`; under ZeRO-3 it is a collective.
+    The content is that of `export_policy`, with lineage and model card; under ZeRO-3 it is a collective.
 
     Raises:
         LeaseLostError: the run is on S3, and a newer trainer has loaded it.
@@ -118,6 +119,8 @@ def store_policy(
     unfinished = staging_folder(run, version)
     try:
         export_policy(model, str(unfinished), is_writer=is_writer)
+        if is_writer:
+            write_lineage(unfinished, run, version, Path(model.name_or_path or ""))
     except (OSError, SafetensorError) as error:
         raise StoreError(f"cannot write {unfinished}: {error}; make room") from error
     return publish_policy(run, version, incarnation) if is_writer else ""
@@ -133,6 +136,7 @@ class ExportConfig(StageConfig):
         version: policy version of the checkpoint.
         checkpoint: folder of the checkpoint on this machine.
         output: path of the new model folder; it appears under this name only once complete.
+        folder: location of the run, for lineage and model card; empty: neither is written.
     """
 
     train: TrainConfig
@@ -141,6 +145,7 @@ class ExportConfig(StageConfig):
     version: int
     checkpoint: str
     output: str
+    folder: str = ""
 
 
 def main() -> None:
@@ -158,6 +163,8 @@ def main() -> None:
     output = Path(config.output)
     with publish_path(output) as staged:
         export_policy(model, str(staged), is_writer=True)
+        if config.folder:
+            write_lineage(staged, RunFolder(config.folder), config.version, Path(config.model))
 
 
 @torch.no_grad()
