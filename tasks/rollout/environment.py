@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from rollmill.tasks.config import create_named, guard_named, import_named
 from rollmill.tasks.rollout.config import RolloutConfig
@@ -62,6 +62,18 @@ class Conversation:
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, object]] | None = None
+
+
+class TokenCounts(NamedTuple):
+    """Tokens of one completion of the policy, and of the sequence that it continues.
+
+    Attributes:
+        prompt: tokens before the completion, those of earlier turns included.
+        completion: sampled tokens, an end of sequence included.
+    """
+
+    prompt: int
+    completion: int
 
 
 class Episode(Protocol):

@@ -20,7 +20,15 @@ from rollmill.tasks.errors import (
 )
 from rollmill.tasks.observe.metrics import ALL
 from rollmill.tasks.rollout.config import RolloutConfig
-from rollmill.tasks.rollout.environment import Conversation, Environment, Episode, Example, Message, Split
+from rollmill.tasks.rollout.environment import (
+    Conversation,
+    Environment,
+    Episode,
+    Example,
+    Message,
+    Split,
+    TokenCounts,
+)
 from rollmill.tasks.store.environment_states import check_columns
 from rollmill.tasks.user_code.left_threads import run_to_end
 
@@ -233,6 +241,20 @@ async def _try_opening(environment: Environment, timeout_s: float) -> tuple[str,
     if not callable(getattr(episode, "close", None)):
         return "its episode has no method close", None
     return "" if opening.messages else "the opening of its first episode has no message", episode
+
+
+@runtime_checkable
+class CountingEpisode(Protocol):
+    """An episode that is given the token counts of each completion, before its `reply` to it."""
+
+    def take_counts(self, counts: TokenCounts) -> None:
+        """Take the token counts of the policy's last message."""
+
+
+def report_counts(episode: Episode, counts: TokenCounts | None) -> None:
+    """Give an episode the token counts of the policy's last message, if it takes them; None: there is no message yet."""
+    if counts is not None and isinstance(episode, CountingEpisode):
+        episode.take_counts(counts)
 
 
 @runtime_checkable

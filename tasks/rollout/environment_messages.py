@@ -11,7 +11,7 @@ from typing import Self
 
 import msgspec
 
-from rollmill.tasks.rollout.environment import Conversation, Example, Message, Split
+from rollmill.tasks.rollout.environment import Conversation, Example, Message, Split, TokenCounts
 
 
 class EnvironmentDescription(msgspec.Struct, frozen=True):
@@ -36,12 +36,13 @@ class ExampleRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class TurnRequest(msgspec.Struct, frozen=True, tag=True):
-    """Request for the environment's next messages in an episode; the first one, without messages, opens the episode."""
+    """Request for the environment's next messages in an episode; the first one, without messages and counts, opens the episode."""
 
     episode: int
     example: Example
     seed: int
     messages: Sequence[Message]
+    counts: TokenCounts | None = None
 
 
 class TurnReply(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -13,7 +13,12 @@ import msgspec
 from rollmill.tasks.errors import ForeignError, describe_error, error_text
 from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.rollout.environment import Environment, Episode, make_environment
-from rollmill.tasks.rollout.environment_calls import EpisodeState, read_episode_state, state_columns
+from rollmill.tasks.rollout.environment_calls import (
+    EpisodeState,
+    read_episode_state,
+    report_counts,
+    state_columns,
+)
 from rollmill.tasks.rollout.environment_messages import (
     ClosedEpisode,
     CloseRequest,
@@ -89,6 +94,7 @@ class OpenEpisodes:
             self._open[turn.episode] = _OpenEpisode(self._environment.episode(turn.example, turn.seed))
         opened = self._open[turn.episode]
         async with opened.lock:
+            report_counts(opened.episode, turn.counts)
             # What cannot be read from its JSON would fail in the flow, after the episode has advanced.
             return _to_reply(msgspec.json.encode(TurnReply.of(await opened.episode.reply(turn.messages))))
 

@@ -19,6 +19,7 @@ from rollmill.tasks.rollout.environment_calls import (
     check_reply,
     guard_environment_code,
     read_episode_state,
+    report_counts,
 )
 from rollmill.tasks.rollout.prompt_limit import PromptLimit
 from rollmill.tasks.rollout.segment_builder import NO_LIMIT, RowLimit, find_continuation
@@ -254,6 +255,7 @@ class EpisodePlayer:
             with turn:
                 async with asyncio.timeout_at(deadline.at) as limit:
                     with guard_environment_code():
+                        report_counts(episode, draft.last_counts)
                         return check_reply(await episode.reply(draft.messages))
         except TimeoutError:
             if limit.expired():

@@ -25,6 +25,7 @@ from rollmill.tasks.rollout.environment import (
     Example,
     Message,
     Split,
+    TokenCounts,
     make_environment,
     needs_worker,
 )
@@ -118,11 +119,15 @@ class RemoteEpisode:
         self._number, self._example, self._seed, self._workers = number, example, seed, workers
         self._worker: EnvironmentWorker | None = None
         self._state = NO_STATE
+        self._counts: TokenCounts | None = None
+
+    def take_counts(self, counts: TokenCounts) -> None:
+        self._counts = counts
 
     async def reply(self, messages: Sequence[Message]) -> Sequence[Message] | Conversation:
         if self._worker is None:
             self._worker = await self._workers.take()
-        turn = TurnRequest(self._number, self._example, self._seed, messages)
+        turn = TurnRequest(self._number, self._example, self._seed, messages, self._counts)
         return (await self._ask(self._worker, turn, TurnReply, is_last=False)).reply()
 
     async def close(self) -> Mapping[str, object]:

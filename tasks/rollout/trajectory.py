@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from rollmill.tasks.rollout.chat_tokenizer import Tools
-from rollmill.tasks.rollout.environment import Example, Message
+from rollmill.tasks.rollout.environment import Example, Message, TokenCounts
 from rollmill.tasks.rollout.environment_calls import NO_STATE, EpisodeState
 from rollmill.tasks.rollout.segment_builder import Continuation, SegmentBuilder
 from rollmill.tasks.store.rows import Rows
@@ -153,6 +153,14 @@ class TrajectoryBuilder:
     def n_stored(self) -> int:
         """Tokens of all segments; for one segment those of its sequence."""
         return sum(each.n_own for each in self.segments)
+
+    @property
+    def last_counts(self) -> TokenCounts | None:
+        """Token counts of the last completion, until something is added after it; None if there is no completion."""
+        if not self.turns:
+            return None
+        n_completion = self.turns[-1][1].n_tokens
+        return TokenCounts(self.n_tokens - n_completion, n_completion)
 
     @property
     def last_token(self) -> int:

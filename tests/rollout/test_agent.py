@@ -18,9 +18,10 @@ from answering_sampler import Answering
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer, save_character_tokenizer
 from rollmill.tasks.rollout.config import RolloutConfig
-from rollmill.tasks.rollout.environment import Example
+from rollmill.tasks.rollout.environment import Example, TokenCounts
 from rollmill.tasks.rollout.environments.agent import Agent
 from rollmill.tasks.rollout.environments.endpoint.chat_wire import (
+    Said,
     Wire,
     leave_sampling_to_the_run,
     refuse_sampling_settings,
@@ -155,8 +156,8 @@ async def test_a_conversation_that_does_not_continue_begins_a_segment(
 
 
 async def test_the_key_names_the_episode_whatever_session_a_client_has() -> None:
-    async def ask(request: Wire) -> Wire:
-        return {"role": "assistant", "content": "2"}
+    async def ask(request: Wire) -> Said:
+        return Said({"role": "assistant", "content": "2"}, TokenCounts(4, 2))
 
     headers = {"Authorization": "Bearer key", "X-Session-ID": "of the client"}
     async with PolicyEndpoint() as endpoint, ClientSession(headers=headers) as client:
@@ -424,9 +425,9 @@ USER = {"role": "user", "content": "1+1="}
 async def test_a_request_that_cannot_be_answered_is_refused_and_the_next_one_is_answered(
     path: str, body: object
 ) -> None:
-    async def ask(request: Wire) -> Wire:
+    async def ask(request: Wire) -> Said:
         refuse_sampling_settings(leave_sampling_to_the_run(request))
-        return {"role": "assistant", "content": "2"}
+        return Said({"role": "assistant", "content": "2"}, TokenCounts(4, 2))
 
     data = body if isinstance(body, bytes) else json.dumps(body)
     async with PolicyEndpoint() as endpoint, ClientSession(headers={"x-api-key": "key"}) as client:
@@ -437,3 +438,39 @@ async def test_a_request_that_cannot_be_answered_is_refused_and_the_next_one_is_
         good = {"input": "1+1="} if path == "responses" else {"messages": [USER]}
         async with client.post(f"{endpoint.url}/v1/{path}", json=good) as answer:
             assert answer.status == 200, await answer.text()
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        ("chat/completions", ("prompt_tokens", "completion_tokens")),
+        ("responses", ("input_tokens", "output_tokens")),
+        ("messages", ("input_tokens", "output_tokens")),
+    ],
+)
+@pytest.mark.parametrize("streams", [False, True])
+async def test_answers_have_the_true_token_counts(
+    tokenizer: ChatTokenizer,
+    run_python: Callable[[str], str],
+    path: str,
+    names: tuple[str, str],
+    *,
+    streams: bool,
+) -> None:
+    asked = (
+        "{'input': '1+1='}" if path == "responses" else "{'messages': [{'role': 'user', 'content': '1+1='}]}"
+    )
+    script = REWRITING.replace(
+        "return json.load(urllib.request.urlopen(asked))", "return urllib.request.urlopen(asked).read()"
+    ) + (
+        f"events = ask('/{path}', {{**{asked}, 'stream': {streams}}}).decode().split('data: ')[{int(streams)}:]\n"
+        "found = [json.loads(each.split('\\n\\n')[0]) for each in events if not each.startswith('[DONE]')]\n"
+        "usages = [(each.get('message') or each.get('response') or each).get('usage') for each in found]\n"
+        "usages += [each.get('usage') for each in found]\n"
+        f"print(*(max(each[name] for each in usages if each) for name in {names}))"
+    )
+    trajectory, sampler = await play(tokenizer, make_agent(run_python(script)), ["22"])
+    assert (trajectory.error, trajectory.status) == ("", "complete")
+    ((given, sampled),) = sampler.calls
+    assert trajectory.outcome == {"output": f"{len(given)} {len(sampled)}\n"}
+    assert (len(given), len(sampled)) == (len("(user)1+1=|(assistant)") + 1, len("22") + 1)

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from rollmill.tasks.errors import EpisodeError
-from rollmill.tasks.rollout.environment import Message
+from rollmill.tasks.rollout.environment import Message, TokenCounts
 from rollmill.tasks.rollout.environments.endpoint.chat_wire import (
+    Said,
     assistant_message,
     chat_completion,
     completion_events,
@@ -98,10 +99,11 @@ def test_settings_that_change_nothing_are_accepted() -> None:
 
 
 def test_a_stream_equals_the_completion() -> None:
-    completion = chat_completion(assistant_message(CALL, 0), "trace")
+    completion = chat_completion(Said(assistant_message(CALL, 0), TokenCounts(7, 2)), "trace")
     lines = [line for line in completion_events(completion).decode().split("\n\n") if line]
     first, last, usage = (json.loads(line.removeprefix("data: ")) for line in lines[:-1])
     called = completion["choices"][0]["message"]["tool_calls"][0]
     assert first["choices"][0]["delta"]["tool_calls"] == [{"index": 0, **called}]
     assert last["choices"][0]["finish_reason"] == "tool_calls"
     assert (usage["choices"], lines[-1]) == ([], "data: [DONE]")
+    assert usage["usage"] == {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}

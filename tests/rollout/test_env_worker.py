@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 
 from rollmill.tasks.errors import ForeignError
-from rollmill.tasks.rollout.environment import Episode, Example, Message, Split
+from rollmill.tasks.rollout.environment import Episode, Example, Message, Split, TokenCounts
 from rollmill.tasks.rollout.environment_messages import TurnReply, TurnRequest
 from rollmill.tasks.rollout.environment_worker import OpenEpisodes
 
@@ -115,3 +115,22 @@ async def test_an_abandoned_request_is_cancelled() -> None:
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
+
+
+async def test_an_episode_is_given_the_token_counts_before_its_reply() -> None:
+    class Counting(ActingEpisode):
+        def take_counts(self, counts: TokenCounts) -> None:
+            taken.append(counts)
+
+        async def reply(self, messages: Sequence[Message]) -> Sequence[Message]:
+            taken.append(len(messages))
+            return ()
+
+    taken: list[object] = []
+    environment = Acting(list)
+    environment.episode = lambda example, seed: Counting(environment)  # type: ignore[method-assign]
+    opened = OpenEpisodes(environment)
+    await opened.reply(TURN)
+    said = (Message("user", "1+1="), Message("assistant", "2"))
+    await opened.reply(TurnRequest(1, Example("e", {}), 0, said, TokenCounts(4, 2)))
+    assert taken == [0, TokenCounts(4, 2), 2]

@@ -1,6 +1,6 @@
 """Episodes that drop or rewrite context: which segments their tokens are stored in."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,11 @@ from rollmill.tasks.rollout.environment_messages import TurnReply, TurnRequest
 from rollmill.tasks.rollout.environment_worker import OpenEpisodes
 from rollmill.tasks.rollout.environments.addition import Addition
 from rollmill.tasks.rollout.environments.endpoint.chat_wire import Wire
-from rollmill.tasks.rollout.environments.endpoint.requesting_episode import RequestingEpisode, RolloutEnd
+from rollmill.tasks.rollout.environments.endpoint.requesting_episode import (
+    AskPolicy,
+    RequestingEpisode,
+    RolloutEnd,
+)
 from rollmill.tasks.rollout.episode import EpisodePlayer
 from rollmill.tasks.rollout.segment_builder import NO_LIMIT, RowLimit
 from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryRequest, rollout_rows
@@ -301,10 +305,10 @@ class Requesting(Addition):
         self.requests = requests
 
     def episode(self, example: Example, seed: int) -> Episode:
-        async def run(ask: Callable[[str, Wire], Awaitable[Wire]]) -> RolloutEnd:
+        async def run(ask: AskPolicy) -> RolloutEnd:
             said: list[Wire] = []
             for request in self.requests:
-                said.append(await ask("trace", {"messages": request(said)}))
+                said.append((await ask("trace", {"messages": request(said)})).message)
             return RolloutEnd({"reward": 1.0})
 
         return RequestingEpisode(run, ())

@@ -10,7 +10,7 @@ import pytest
 
 from rollmill.tasks.errors import ConfigError, EpisodeError
 from rollmill.tasks.rollout.config import RolloutConfig
-from rollmill.tasks.rollout.environment import Conversation, Message
+from rollmill.tasks.rollout.environment import Conversation, Message, TokenCounts
 from rollmill.tasks.rollout.environment_calls import read_episode_state
 from rollmill.tasks.rollout.environments.endpoint.requesting_episode import RequestingEpisode
 from rollmill.tasks.rollout.environments.verifiers.loading import check_installed, parse_state_columns
@@ -102,6 +102,17 @@ async def test_turns_add_to_one_conversation(house: Verifiers) -> None:
 async def test_fifty_concurrent_episodes_do_not_mix(house: Verifiers) -> None:
     outcomes = await asyncio.gather(*(play(house, i % house.size("train")) for i in range(50)))
     assert [outcome["reward"] for outcome in outcomes] == [1.5] * 50
+
+
+async def test_the_librarys_limit_of_tokens_applies_to_those_that_were_sampled() -> None:
+    environment = Verifiers(NAME, {"agent": {"max_output_tokens": 5}})
+    episode, messages = await open_episode(environment)
+    for counts, is_over in ((TokenCounts(9, 3), False), (TokenCounts(15, 2), True)):
+        episode.take_counts(counts)
+        assert bool(await say(episode, messages, "again")) is not is_over
+    outcome = await episode.close()
+    await environment.aclose()
+    assert outcome["stop"] == "max_output_tokens"
 
 
 async def test_a_cancelled_episode_is_scored_as_it_is(house: Verifiers) -> None:

@@ -10,7 +10,7 @@ import os
 import secrets
 import shlex
 import shutil
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO, Any, Protocol, Self
 from urllib.parse import urlsplit
 
@@ -22,9 +22,13 @@ from rollmill.tasks.processes.python_child import SAFE_PATH
 from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.rollout.environment import Episode, Example, Message, Split, WarmUp, make_environment
 from rollmill.tasks.rollout.environment_calls import check_opening
-from rollmill.tasks.rollout.environments.endpoint.chat_wire import Wire, leave_sampling_to_the_run
+from rollmill.tasks.rollout.environments.endpoint.chat_wire import Said, Wire, leave_sampling_to_the_run
 from rollmill.tasks.rollout.environments.endpoint.policy_endpoint import PolicyEndpoint
-from rollmill.tasks.rollout.environments.endpoint.requesting_episode import RequestingEpisode, RolloutEnd
+from rollmill.tasks.rollout.environments.endpoint.requesting_episode import (
+    AskPolicy,
+    RequestingEpisode,
+    RolloutEnd,
+)
 from rollmill.tasks.user_code.worker_process import select_user_variables
 
 FIELD = "rollout.agent.command"
@@ -92,7 +96,7 @@ class Agent:
     def episode(self, example: Example, seed: int) -> Episode:
         problem = self._problems.episode(example, seed)
 
-        async def play(asked: Callable[[str, Wire], Awaitable[Wire]]) -> RolloutEnd:
+        async def play(asked: AskPolicy) -> RolloutEnd:
             try:
                 return await self._play(problem, asked)
             finally:
@@ -100,11 +104,11 @@ class Agent:
 
         return RequestingEpisode(play, None, is_agent=True)
 
-    async def _play(self, problem: Episode, asked: Callable[[str, Wire], Awaitable[Wire]]) -> RolloutEnd:
+    async def _play(self, problem: Episode, asked: AskPolicy) -> RolloutEnd:
         opening = check_opening(await problem.reply(()), self._problems)
         one_at_a_time, n_requests = asyncio.Lock(), 0
 
-        async def ask(request: Wire) -> Wire:
+        async def ask(request: Wire) -> Said:
             nonlocal n_requests
             async with one_at_a_time:
                 n_requests += 1

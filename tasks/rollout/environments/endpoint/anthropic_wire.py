@@ -9,6 +9,7 @@ import msgspec
 from rollmill.tasks.errors import EpisodeError
 from rollmill.tasks.rollout.environments.endpoint.chat_wire import (
     MODEL,
+    Said,
     Wire,
     check_form,
     new_id,
@@ -96,9 +97,9 @@ def _chat_tool(tool: Wire) -> dict[str, Any]:
     return {"type": "function", "function": {**function, **described}}
 
 
-def message(said: Wire) -> dict[str, Any]:
-    """Return the answer whose content is the policy's chat message; its token counts are 0."""
-    text, calls = said.get("content"), said.get("tool_calls") or ()
+def message(said: Said) -> dict[str, Any]:
+    """Return the answer whose content is the policy's message."""
+    text, calls = said.message.get("content"), said.message.get("tool_calls") or ()
     content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text else []
     content += [_tool_use(each) for each in calls]
     return {
@@ -109,7 +110,7 @@ def message(said: Wire) -> dict[str, Any]:
         "content": content,
         "stop_reason": "tool_use" if calls else "end_turn",
         "stop_sequence": None,
-        "usage": {"input_tokens": 0, "output_tokens": 0},
+        "usage": {"input_tokens": said.counts.prompt, "output_tokens": said.counts.completion},
     }
 
 
@@ -125,12 +126,13 @@ def _tool_use(call: Wire) -> dict[str, Any]:
 
 def message_events(answer: Wire) -> bytes:
     """Encode an answer as the server-sent events of a stream, each block in one part."""
-    begun = {**answer, "content": [], "stop_reason": None}
+    usage = answer["usage"]
+    begun = {**answer, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 0}}
     events: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
     for number, block in enumerate(answer["content"]):
         events += [{**each, "index": number} for each in _block_events(block)]
     ended = {"stop_reason": answer["stop_reason"], "stop_sequence": None}
-    events.append({"type": "message_delta", "delta": ended, "usage": {"output_tokens": 0}})
+    events.append({"type": "message_delta", "delta": ended, "usage": usage})
     return write_events([*events, {"type": "message_stop"}], named=True)
 
 

@@ -4,12 +4,12 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
 from rollmill.tasks.errors import EpisodeError
-from rollmill.tasks.rollout.environment import Message
+from rollmill.tasks.rollout.environment import Message, TokenCounts
 from rollmill.tasks.rollout.tools import find_calls
 
 MODEL = "policy"
@@ -17,6 +17,14 @@ MODEL = "policy"
 
 Wire = Mapping[str, Any]
 """A message, request or completion as JSON of OpenAI's chat completions."""
+
+
+class Said(NamedTuple):
+    """A message of the policy, as OpenAI's chat message, and its token counts."""
+
+    message: Wire
+    counts: TokenCounts
+
 
 ROLES: Mapping[str, Literal["system", "user", "assistant", "tool"]] = {
     "system": "system",
@@ -235,8 +243,9 @@ def assistant_message(text: str, turn: int) -> dict[str, Any]:
     return message
 
 
-def chat_completion(message: Wire, request_id: str) -> dict[str, Any]:
-    """Return an OpenAI chat completion whose one choice is `message`; its token counts are 0."""
+def chat_completion(said: Said, request_id: str) -> dict[str, Any]:
+    """Return an OpenAI chat completion whose one choice is the policy's message."""
+    message, (n_prompt, n_completion) = said
     reason = "tool_calls" if message.get("tool_calls") else "stop"
     return {
         "id": request_id,
@@ -244,7 +253,11 @@ def chat_completion(message: Wire, request_id: str) -> dict[str, Any]:
         "created": int(time.time()),
         "model": MODEL,
         "choices": [{"index": 0, "message": dict(message), "finish_reason": reason}],
-        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
+        "usage": {
+            "prompt_tokens": n_prompt,
+            "completion_tokens": n_completion,
+            "total_tokens": n_prompt + n_completion,
+        },
     }
 
 

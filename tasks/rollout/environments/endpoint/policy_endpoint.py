@@ -10,9 +10,9 @@ from aiohttp import web
 
 from rollmill.tasks.errors import EpisodeError
 from rollmill.tasks.rollout.environments.endpoint import anthropic_wire, chat_wire, responses_wire
-from rollmill.tasks.rollout.environments.endpoint.chat_wire import MODEL, Wire
+from rollmill.tasks.rollout.environments.endpoint.chat_wire import MODEL, Said, Wire
 
-Ask = Callable[[Wire], Awaitable[Wire]]
+Ask = Callable[[Wire], Awaitable[Said]]
 """Returns the policy's next message for a chat request; raises EpisodeError to refuse it."""
 
 # Seconds in which requests of a client that is still connected may end.
@@ -81,7 +81,11 @@ class PolicyEndpoint:
             before = self._find_response(body)
             said = await ask(chat_wire.check_request(responses_wire.chat_request(body, before)))
             response = responses_wire.response(said, body)
-            self._responses[response["id"]] = [*before, *responses_wire.input_messages(body["input"]), said]
+            self._responses[response["id"]] = [
+                *before,
+                *responses_wire.input_messages(body["input"]),
+                said.message,
+            ]
         except EpisodeError as error:
             return self._refuse(error, {"error": {"message": str(error), "type": "invalid_request_error"}})
         return _answer(body, response, responses_wire.response_events)

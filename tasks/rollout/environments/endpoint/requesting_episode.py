@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from rollmill.tasks.errors import EpisodeError
-from rollmill.tasks.rollout.environment import Conversation, Message
+from rollmill.tasks.rollout.environment import Conversation, Message, TokenCounts
 from rollmill.tasks.rollout.environments.endpoint.chat_wire import (
+    Said,
     Wire,
     assistant_message,
     continues,
@@ -44,9 +45,11 @@ class RolloutEnd:
     state: Mapping[str, object] = field(default_factory=dict)
 
 
-# Runs the program to its end; its argument is called with the id of a conversation's policy and each request, and returns the
-# policy's message.
-PlayRollout: TypeAlias = Callable[[Callable[[str, Wire], Awaitable[Wire]]], Coroutine[Any, Any, RolloutEnd]]
+AskPolicy: TypeAlias = Callable[[str, Wire], Awaitable[Said]]
+"""Called with the id of a conversation's policy and each request; returns the policy's message."""
+
+PlayRollout: TypeAlias = Callable[[AskPolicy], Coroutine[Any, Any, RolloutEnd]]
+"""Runs the program to its end."""
 
 
 class RequestingEpisode:
@@ -69,11 +72,16 @@ class RequestingEpisode:
         self._asked: asyncio.Future[Sequence[Message] | Conversation] = (
             asyncio.get_running_loop().create_future()
         )
-        self._answer: asyncio.Future[Wire] | None = None
+        self._answer: asyncio.Future[Said] | None = None
+        self._counts = TokenCounts(0, 0)
         # Cleared while the policy is sampled, also for a client that has given up.
         self._is_free = asyncio.Event()
         self._is_free.set()
         self._is_over = False
+
+    def take_counts(self, counts: TokenCounts) -> None:
+        """Take the token counts of the policy's next message, for the answer to the program."""
+        self._counts = counts
 
     async def reply(self, messages: Sequence[Message]) -> Sequence[Message] | Conversation:
         """Return what the program adds to the conversation or replaces it by; () when it has ended.
@@ -91,7 +99,7 @@ class RequestingEpisode:
             self._turn += 1
             # A client that gave up waiting, and may ask again, gets no answer.
             if not self._answer.done():
-                self._answer.set_result(said)
+                self._answer.set_result(Said(said, self._counts))
             self._is_free.set()
         await asyncio.wait((self._run, self._asked), return_when=asyncio.FIRST_COMPLETED)
         if self._asked.done():
@@ -133,7 +141,7 @@ class RequestingEpisode:
             return {}
         return run.result().state
 
-    async def _ask(self, trace: str, request: Wire) -> Wire:
+    async def _ask(self, trace: str, request: Wire) -> Said:
         try:
             self._check(trace, request)
             if not self._is_free.is_set():

@@ -9,6 +9,7 @@ import msgspec
 from rollmill.tasks.errors import EpisodeError
 from rollmill.tasks.rollout.environments.endpoint.chat_wire import (
     MODEL,
+    Said,
     Wire,
     check_form,
     new_id,
@@ -110,8 +111,38 @@ def _chat_tool(tool: Wire) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def response(message: Wire, body: Wire) -> dict[str, Any]:
-    """Return the response to a request `body` whose output is the policy's chat message; its token counts are 0."""
+def response(said: Said, body: Wire) -> dict[str, Any]:
+    """Return the response to a request `body` whose output is the policy's message."""
+    n_input, n_output = said.counts
+    return {
+        "id": new_id("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": MODEL,
+        "status": "completed",
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.get("instructions"),
+        "metadata": {},
+        "output": output_items(said.message),
+        "parallel_tool_calls": True,
+        "previous_response_id": body.get("previous_response_id"),
+        "temperature": None,
+        "tool_choice": "auto",
+        "tools": list(body.get("tools") or ()),
+        "top_p": None,
+        "usage": {
+            "input_tokens": n_input,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": n_output,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": n_input + n_output,
+        },
+    }
+
+
+def output_items(message: Wire) -> list[dict[str, Any]]:
+    """Return a chat message of the policy as items of a response: its text, unless it only calls, then its calls."""
     output: list[dict[str, Any]] = []
     if message.get("content") or not message.get("tool_calls"):
         part: dict[str, Any] = {
@@ -132,31 +163,7 @@ def response(message: Wire, body: Wire) -> dict[str, Any]:
     for call in message.get("tool_calls") or ():
         called = {"type": "function_call", "id": new_id("fc"), "call_id": call["id"], "status": "completed"}
         output.append({**called, **call["function"]})
-    return {
-        "id": new_id("resp"),
-        "object": "response",
-        "created_at": int(time.time()),
-        "model": MODEL,
-        "status": "completed",
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.get("instructions"),
-        "metadata": {},
-        "output": output,
-        "parallel_tool_calls": True,
-        "previous_response_id": body.get("previous_response_id"),
-        "temperature": None,
-        "tool_choice": "auto",
-        "tools": list(body.get("tools") or ()),
-        "top_p": None,
-        "usage": {
-            "input_tokens": 0,
-            "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": 0,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": 0,
-        },
-    }
+    return output
 
 
 def response_events(answer: Wire) -> bytes:

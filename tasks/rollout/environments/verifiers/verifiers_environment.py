@@ -4,7 +4,7 @@ They always run in worker processes: the library takes six seconds and 200 MB to
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import MappingProxyType
@@ -13,9 +13,13 @@ from typing import Any, Self
 from rollmill.tasks.errors import ConfigError, EpisodeError
 from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.rollout.environment import Example, Split
-from rollmill.tasks.rollout.environments.endpoint.chat_wire import MODEL, Wire
+from rollmill.tasks.rollout.environments.endpoint.chat_wire import MODEL, Said, Wire
 from rollmill.tasks.rollout.environments.endpoint.policy_endpoint import PolicyEndpoint
-from rollmill.tasks.rollout.environments.endpoint.requesting_episode import RequestingEpisode, RolloutEnd
+from rollmill.tasks.rollout.environments.endpoint.requesting_episode import (
+    AskPolicy,
+    RequestingEpisode,
+    RolloutEnd,
+)
 from rollmill.tasks.rollout.environments.verifiers.loading import (
     FIELD,
     PREFIX,
@@ -48,7 +52,7 @@ class RolloutServer:
     async def play(
         self,
         task: Any,
-        asked: Callable[[str, Wire], Awaitable[Wire]],
+        asked: AskPolicy,
         version: str,
         states: Mapping[str, str],
     ) -> RolloutEnd:
@@ -62,7 +66,7 @@ class RolloutServer:
         asking: set[str] = set()
 
         def register_trace(trace: Any) -> None:
-            async def ask(request: Wire) -> Wire:
+            async def ask(request: Wire) -> Said:
                 asking.add(trace.id)
                 return await asked(trace.id, request)
 
@@ -208,7 +212,7 @@ class Verifiers:
     def _episode(self, split: Any, index: Any, tools: Sequence[Wire] | None) -> RequestingEpisode:
         task, serving = self._tasks[split][index], self._serving[split]
 
-        async def play(asked: Callable[[str, Wire], Awaitable[Wire]]) -> RolloutEnd:
+        async def play(asked: AskPolicy) -> RolloutEnd:
             return await serving.play(task, asked, self._version, self.states)
 
         return RequestingEpisode(play, tools)
