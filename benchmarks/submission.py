@@ -128,7 +128,7 @@ async def ours(stubs: StubServers, n_passes: int) -> list[float]:
         calls = []
         for number in range(1 + n_passes):
             await asyncio.sleep(0.1)  # as long as connections are kept, and a step lasts longer than a call
-            await servers.prepare(PolicyVersion("ab", 1, number))  # as while the trainer trains
+            await servers.note_servers_before(PolicyVersion("ab", 1, number))  # as while the trainer trains
             decided_ns = time.time_ns()
             await servers.update(PolicyVersion("ab", 1, number))
             assert not servers.failed, servers.failed

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -195,7 +195,9 @@ class EpisodePlayer:
         limit = self.prompt_limit or PromptLimit.below(self.max_tokens)
         draft.add_context(limit.fit(self.tokenizer.encode(draft.messages, draft.segment.tools)))
         while draft.n_tokens < self.max_tokens:
-            sampled = await self._sample(draft, deadline)
+            work, tokens = _describe_next(draft)
+            with _measure_sampling(draft):
+                sampled = await self.sampler.sample(work, tokens, deadline.at, **_ask_routing(draft))
             self._add_completion(sampled, draft, deadline)
             if draft.finish_reason != "stop":
                 return "truncated"
@@ -232,21 +234,6 @@ class EpisodePlayer:
     def _find_tools(self, reply: Conversation) -> Tools:
         return self.environment.tools if reply.tools is None else reply.tools
 
-    async def _sample(self, draft: TrajectoryBuilder, deadline: Deadline) -> SampledTokens:
-        """Sample a completion of the present segment; raises _DeadlineError if the deadline came first."""
-        segment, work = draft.segment, draft.work
-        if shift := draft.n_stored - segment.n_tokens:
-            # Sampled again after the same tokens, it has another seed: no two turns are after equally many stored tokens.
-            work = replace(work, seed=(work.seed + shift) % (1 << 63))
-        routing = {"routing_from": segment.n_routed} if draft.keeps_routing else {}
-        started = time.perf_counter()
-        try:
-            return await self.sampler.sample(work, segment.sequence(), deadline.at, **routing)
-        except TimeoutError:
-            raise _DeadlineError from None
-        finally:
-            draft.generate_s += time.perf_counter() - started
-
     async def _reply(
         self, episode: Episode, draft: TrajectoryBuilder, deadline: Deadline
     ) -> tuple[Message, ...] | Conversation:
@@ -282,6 +269,31 @@ class EpisodePlayer:
             if asyncio.get_running_loop().time() >= deadline.at:
                 raise _DeadlineError
             raise EpisodeError(f"server {sampled.server} aborted the request")
+
+
+def _describe_next(draft: TrajectoryBuilder) -> tuple[TrajectoryRequest, np.ndarray]:
+    """Return what a completion of the present segment is sampled for, and the tokens before it ([T] int32)."""
+    segment, work = draft.segment, draft.work
+    if shift := draft.n_stored - segment.n_tokens:
+        # Sampled again after the same tokens, it has another seed: no two turns are after equally many stored tokens.
+        work = replace(work, seed=(work.seed + shift) % (1 << 63))
+    return work, segment.sequence()
+
+
+def _ask_routing(draft: TrajectoryBuilder) -> dict[str, int]:
+    return {"routing_from": draft.segment.n_routed} if draft.keeps_routing else {}
+
+
+@contextmanager
+def _measure_sampling(draft: TrajectoryBuilder) -> Iterator[None]:
+    """Add the time within to `draft`; raise _DeadlineError for a request that its deadline ended."""
+    started = time.perf_counter()
+    try:
+        yield
+    except TimeoutError:
+        raise _DeadlineError from None
+    finally:
+        draft.generate_s += time.perf_counter() - started
 
 
 class _DeadlineError(Exception):
