@@ -53,7 +53,12 @@ class MadeUpStep:
         for scorer in SCORERS:
             yield partition_folder("scores", {"scorer": scorer, **where}), self._scores(scorer)
         yield partition_folder("groups", where), self._groups()
-        plan = {"first_group": [self._step * GROUPS], "n_groups": [GROUPS], "reason": ["plan"]}
+        plan = {
+            "first_group": [self._step * GROUPS],
+            "n_groups": [GROUPS],
+            "reason": ["plan"],
+            "problems": [[]],
+        }
         yield partition_folder("plans", where), make_rows("plans", 1, self._step, **plan)
         yield partition_folder("batches", where), self._batch()
         yield partition_folder("metrics", where), self._metrics()

@@ -48,6 +48,7 @@ class EvaluateConfig(StageConfig):
 OF_ENVIRONMENT = frozenset(
     {
         *("rollout.environment", "rollout.environment_args", "rollout.prompts", "rollout.keep_states"),
+        "rollout.problem_weight",
         *("rollout.max_prompt_tokens", "rollout.long_prompts", "rollout.max_completion_tokens"),
         *("rollout.temperature", "rollout.sampling", "rollout.trajectory_timeout_s"),
         *("rollout.agent", "rollout.sandbox"),

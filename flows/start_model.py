@@ -17,6 +17,7 @@ from rollmill.flows.checks.preflight import check_machine
 from rollmill.flows.config import RunConfig
 from rollmill.flows.environments import environment_configs, group_shares, name_environment
 from rollmill.flows.prefect_integration.progress import count_progress, has_bar, say
+from rollmill.flows.problem_weights import check_problem_weights
 from rollmill.flows.recipe import start_model_folder, start_model_recipe
 from rollmill.flows.rules import check_config, check_sampling
 from rollmill.flows.run.folder import check_resumable, run_folder
@@ -65,6 +66,7 @@ async def check_start(run_name: str, config: RunConfig, *, samples: bool = True,
         if trains:
             check_sampling(config)
         if samples:
+            check_problem_weights(config)
             for name, each in environment_configs(config).items():
                 with name_environment(config, name):
                     check_scorer(each.score, each.evaluate.scorer)

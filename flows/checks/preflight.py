@@ -26,6 +26,7 @@ from rollmill.flows.checks.machine_needs import (
 )
 from rollmill.flows.config import RunConfig
 from rollmill.flows.environments import environment_configs, group_shares, name_environment
+from rollmill.flows.problem_weights import check_problem_weights
 from rollmill.flows.recipe import download_model, start_model_folder
 from rollmill.flows.rules import check_sampling
 from rollmill.tasks.config import suggest
@@ -86,6 +87,8 @@ def preflight(config: RunConfig, *, samples: bool = True, trains: bool = True) -
     """
     if trains:
         check_sampling(config)
+    if samples:
+        check_problem_weights(config)
     tried = []
     for at, (name, each) in enumerate(environment_configs(config).items()):
         with name_environment(config, name):

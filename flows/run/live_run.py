@@ -20,6 +20,7 @@ from rollmill.flows.prefect_integration.task_runs import TaskRunRecorder, start_
 from rollmill.flows.rules import describe_altered
 from rollmill.flows.run.folder import run_folder
 from rollmill.flows.run.lineage_events import send_lineage_events
+from rollmill.flows.run.problem_choice import ProblemChoice
 from rollmill.flows.run.rollout_logprobs import LogprobRecomputation, ReferenceDeployment, open_reference
 from rollmill.flows.run.run_environment import RunEnvironment, open_environments
 from rollmill.flows.run.run_sinks import open_sinks, open_span_sink
@@ -94,6 +95,7 @@ class Run(TrainingRun):
         task_runs: runs rollout and score tasks, as task runs in Prefect or not.
         redo_failed: sample failed trajectories of unfinished steps again.
         recomputing: sends rollouts to the trainer for its log-probabilities; None with train.old_logprobs: sampler.
+        problems: chooses the problem of each group.
     """
 
     environments: tuple[RunEnvironment, ...]
@@ -102,6 +104,12 @@ class Run(TrainingRun):
     task_runs: TaskRunRecorder
     redo_failed: bool = False
     recomputing: LogprobRecomputation | None = None
+    problems: ProblemChoice = field(init=False)
+
+    def __post_init__(self) -> None:
+        chosen = ProblemChoice(self.folder, self.config, self.shares, self.environments)
+        # The only way to set a field of a frozen instance.
+        object.__setattr__(self, "problems", chosen)
 
     @property
     def shares(self) -> GroupShares:

@@ -8,7 +8,7 @@ Refills.next_group              a further group in place of one that cannot be t
 
 import asyncio
 import time
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -102,8 +102,9 @@ async def collect_step(run: Run, step: int) -> CollectedStep:
     with one_error():
         async with asyncio.TaskGroup() as fan_out:
             collection = StepCollection(run, step, failures, refills, fan_out)
-            for group in plan.groups:
-                fan_out.create_task(GroupCollection(collection, group).collect())
+            by_number = {each.group: each for each in plan.groups}
+            for number in await run.problems.order(step, list(by_number), refills.drawn):
+                fan_out.create_task(GroupCollection(collection, by_number[number]).collect())
                 # Starting hundreds of groups at once would hold the event loop, and with it running requests.
                 await asyncio.sleep(0)
     # In one order, whichever group ended first: the batch must not depend on timing.
@@ -163,6 +164,11 @@ class StepCollection:
             )
             for each in run.environments
         }
+
+    @property
+    def drawn(self) -> Mapping[int, int]:
+        """Index of each group's problem, by the group's number, of those groups whose problem was drawn by weight."""
+        return self._refills.drawn if self._refills else {}
 
     def sampler(self, group: int) -> StepSampler:
         """Return what samples the trajectories of a group: that of its environment."""
@@ -357,7 +363,7 @@ class GroupCollection:
             run=self._run.id,
             seed=config.seed,
             group=self._group,
-            problem=self._run.shares.problem(self._group),
+            index=self._run.problems.index(self._group, self._collection.drawn),
             attempts=self._plan.to_sample,
             temperature=config.rollout.temperature,
             timeout_s=config.rollout.trajectory_timeout_s,

@@ -20,6 +20,7 @@ from rollmill.tasks.store.rows import Rows, rows_from_table, rows_where, rows_wi
 from rollmill.tasks.store.run.group_ranges import (
     GroupRange,
     count_refills,
+    drawn_problems,
     ensure_plan,
     make_plan_rows,
 )
@@ -48,6 +49,13 @@ class Refills:
         self._run, self._step, self._ranges = run, step, list(ranges)
         self._most = 0 if is_closed else run.config.rollout.max_refill_groups
         self._n_untrainable: Counter[int] = Counter()
+        # Refills are planned one after the other: each depends on those before.
+        self._planning = asyncio.Lock()
+
+    @property
+    def drawn(self) -> dict[int, int]:
+        """Index of each group's problem, by the group's number, of those groups whose problem was drawn by weight."""
+        return drawn_problems(self._ranges)
 
     async def next_group(self, outcomes: Sequence[GroupOutcome]) -> int | None:
         """Plan a further group if none of these outcomes can be trained on; return its number, or None if none is planned.
@@ -60,13 +68,16 @@ class Refills:
         shares = self._run.shares
         environment = shares.environment(outcomes[0].group)
         self._n_untrainable[environment] += 1
-        refills = [each for each in self._ranges if each.reason == "refill"]
-        n_planned = sum(shares.environment(each.first) == environment for each in refills)
-        # A killed process may have planned refills that this one has not counted yet; these are used first.
-        if len(refills) >= self._most or n_planned >= self._n_untrainable[environment]:
-            return None
-        refill = shares.plan_refill(self._ranges, outcomes[0].group)
-        self._ranges.append(refill)
+        async with self._planning:
+            refills = [each for each in self._ranges if each.reason == "refill"]
+            n_planned = sum(shares.environment(each.first) == environment for each in refills)
+            # A killed process may have planned refills that this one has not counted yet; these are used first.
+            if len(refills) >= self._most or n_planned >= self._n_untrainable[environment]:
+                return None
+            refill = await asyncio.to_thread(
+                self._run.problems.plan_refill, self._step, tuple(self._ranges), outcomes[0].group
+            )
+            self._ranges.append(refill)
         await self._run.store.writer.append(
             "plans", make_plan_rows(self._run.id, self._step, [refill]), step=self._step
         )
@@ -86,7 +97,7 @@ class Refills:
 
 async def plan_ranges(run: Run, step: int) -> Sequence[GroupRange]:
     """Return the stored ranges of a step's group numbers, refills included; plan and store the first if there is none."""
-    return await ensure_plan(run.folder, run.store.writer, run.shares.plan(step), run=run.id, step=step)
+    return await ensure_plan(run.folder, run.store.writer, run.problems.plan, run=run.id, step=step)
 
 
 async def plan_groups(run: Run, step: int, groups: Sequence[int]) -> StepPlan:

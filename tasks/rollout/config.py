@@ -236,6 +236,17 @@ class RolloutConfig(StageConfig):
         fixed=True,
         basic=True,
     )
+    problem_weight: str = setting(
+        "",
+        "Number in SQL, for each training problem, to which the chance that a step draws it is proportional, such as "
+        "coalesce(reward_std, 1) + 0.05; empty: each problem once an epoch. It has the columns problem, visits, steps_ago, reward, "
+        "reward_std and tokens, of the run's earlier steps; all but problem and visits are null before the first visit.",
+    )
+    longest_first: bool = setting(
+        False,
+        "Begin a step with the groups whose problems had the longest trajectories at earlier visits, so that fewer slots are idle at "
+        "its end.",
+    )
     group_size: int = setting(
         8, "Trajectories that are sampled for each prompt.", ge=1, fixed=True, basic=True
     )

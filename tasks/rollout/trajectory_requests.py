@@ -77,18 +77,17 @@ async def plan_group_requests(
     attempts: Sequence[Attempt],
     temperature: float,
     timeout_s: float,
-    problem: int | None = None,
+    index: int | None = None,
 ) -> list[TrajectoryRequest]:
     """Create the sampling requests for a group's trajectories; they depend on the arguments only.
 
-    `problem` is the number of the environment's problems before the group's (`GroupShares.problem`); None: that of groups.
+    `index` is that of the group's problem among the environment's training problems; None: it follows from the group's number.
     If the environment does not give the problem within `timeout_s` seconds, the requests have `missing` set.
 
     Example: run "ab", group 7 and the first attempts of samples 0 and 3 give the trajectory ids "ab.7.0.0" and
     "ab.7.3.0".
     """
-    number = group if problem is None else problem
-    index = example_index(seed, number, environment.size("train"))
+    index = example_index(seed, group, environment.size("train")) if index is None else index
     example, missing = await fetch_problem(environment, "train", index, timeout_s)
     return [
         TrajectoryRequest(

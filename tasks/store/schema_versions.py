@@ -10,7 +10,7 @@ from rollmill.tasks.store.schemas import SCHEMA_VERSION, dataset_schema, schema_
 OLDEST_SCHEMA_VERSION = 2
 """Oldest version that is read; what its rows lack is filled with ADDED_COLUMNS."""
 
-# Value, in every row of an older version, of each column that the version after it added.
+# Value, in every row of an older version, of each column that a version added.
 _ADDED_TO_SAMPLED: Mapping[str, Sequence[int]] = {
     "message_segments": (),
     "segment_starts": (0,),
@@ -22,21 +22,30 @@ _ADDED_TO_SAMPLED: Mapping[str, Sequence[int]] = {
     "turn_messages": (),
 }
 _ADDED_TO_SCORED: Mapping[str, Sequence[int]] = {"turn_rewards": (), "token_rewards": ()}
-ADDED_COLUMNS: Mapping[str, Mapping[str, Sequence[int]]] = {
-    "rollouts": _ADDED_TO_SAMPLED,
-    "evaluations": _ADDED_TO_SAMPLED,
-    "scores": _ADDED_TO_SCORED,
-    "evaluation_scores": _ADDED_TO_SCORED,
-    "batches": {"token_advantages": ()},
+_ADDED_IN: Mapping[int, Mapping[str, Mapping[str, Sequence[int]]]] = {
+    3: {
+        "rollouts": _ADDED_TO_SAMPLED,
+        "evaluations": _ADDED_TO_SAMPLED,
+        "scores": _ADDED_TO_SCORED,
+        "evaluation_scores": _ADDED_TO_SCORED,
+        "batches": {"token_advantages": ()},
+    },
+    4: {"plans": {"problems": ()}},
 }
+ADDED_COLUMNS = {dataset: columns for added in _ADDED_IN.values() for dataset, columns in added.items()}
+"""By data set, the columns that a version after the oldest one added, each with its value in older rows."""
 
 
 def stored_schema(dataset: str, stored: pa.Schema) -> pa.Schema:
     """Return the schema that a shard with the schema `stored` should have: that of its version. Errors as for `schema_like`."""
-    whole, version = schema_like(dataset, stored), (stored.metadata or {}).get(b"schema_version")
-    if dataset not in ADDED_COLUMNS or version == str(SCHEMA_VERSION).encode():
+    whole, version = schema_like(dataset, stored), (stored.metadata or {}).get(b"schema_version", b"")
+    older = int(version) if version.isdigit() else OLDEST_SCHEMA_VERSION
+    later = [added[dataset] for number, added in _ADDED_IN.items() if number > older and dataset in added]
+    if not later:
         return whole
-    return pa.schema([each for each in whole if each.name not in ADDED_COLUMNS[dataset]], whole.metadata)
+    return pa.schema(
+        [each for each in whole if not any(each.name in added for added in later)], whole.metadata
+    )
 
 
 def fill_added_columns(dataset: str, rows: pa.Table, names: Sequence[str]) -> pa.Table:

@@ -13,12 +13,13 @@ import pyarrow.compute as pc
 
 from rollmill.tasks.errors import SchemaError
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 # Statuses of rollouts that are scored.
 SCORABLE_STATUSES = ("complete", "truncated")
 # Statuses of rollouts without a result; they are sampled again only when a user asks for it.
 LOST_STATUSES = ("failed", "cancelled")
 
+_INT64_LIST = pa.large_list(pa.int64())
 _INT32_LIST = pa.large_list(pa.int32())
 _FLOAT32_LIST = pa.large_list(pa.float32())
 _FLOAT64_LIST = pa.large_list(pa.float64())
@@ -200,6 +201,13 @@ SCHEMAS: Mapping[str, pa.Schema] = {
         _column("first_group", pa.int64(), "first group number of the range"),
         _column("n_groups", pa.int32(), "groups in the range"),
         _column("reason", pa.string(), "plan | refill"),
+        _column(
+            "problems",
+            _INT64_LIST,
+            "index of each group's problem among the training problems of its environment, if rollout.problem_weight chose it; else "
+            "empty: it follows from the group's number",
+            shape="[n_groups] or [0]",
+        ),
     ),
     "rollouts": _schema("rollouts", _RUN, _STEP, _GROUP, _SAMPLE, *_SAMPLED),
     "routing": _schema(

@@ -35,7 +35,14 @@ def open_run(folder: RunFolder) -> OpenRun:
 
 
 def plan(run: str, step: int, group: int) -> pa.RecordBatch:
-    columns = {"run": [run], "step": [step], "first_group": [group], "n_groups": [1], "reason": ["plan"]}
+    columns = {
+        "run": [run],
+        "step": [step],
+        "first_group": [group],
+        "n_groups": [1],
+        "reason": ["plan"],
+        "problems": [[]],
+    }
     return make_batch("plans", columns)
 
 

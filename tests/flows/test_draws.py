@@ -164,7 +164,7 @@ async def test_a_group_of_weight_0_is_never_drawn_and_counted(source: RunFolder)
     ("settings", "reason"),
     [
         ({"order_by": "rewards"}, r'retrain.order_by = .*"rewards" not found'),
-        ({"order_by": "random()"}, r"retrain.order_by = .*random would choose other groups"),
+        ({"order_by": "random()"}, r"retrain.order_by = .*random would give other values"),
         ({"weight": "1 - step"}, None),
         ({"weight": "-1"}, r"retrain.weight = .*it is -1.0 for group 0 of step 0"),
         ({"weight": "null"}, r"retrain.weight = .*it is None for group"),
@@ -200,10 +200,10 @@ async def test_a_group_without_a_score_that_meets_a_condition_is_left_out(source
         ("rewards > 1", 'Referenced column "rewards" not found'),
         ("reward >", "syntax error"),
         ("env in (select * from read_text('/etc/hostname'))", "disabled"),
-        ("reward > 0 and Random () < 0.5", "Random would choose other groups each time the run is resumed"),
-        ('reward > 0 and "random"() < 0.5', "random would choose other groups"),
-        ("random /* of 1 */ () < 0.5", "random would choose other groups"),
-        ("current_date < '2030-01-01'", "current_date would choose other groups"),
+        ("reward > 0 and Random () < 0.5", "Random would give other values each time the run is resumed"),
+        ('reward > 0 and "random"() < 0.5', "random would give other values"),
+        ("random /* of 1 */ () < 0.5", "random would give other values"),
+        ("current_date < '2030-01-01'", "current_date would give other values"),
     ],
 )
 async def test_what_is_no_condition_on_groups_is_refused(

@@ -206,7 +206,14 @@ def metrics(folder: RunFolder, step: int) -> Rows:
 async def write_step(folder: RunFolder, writer: RunWriter, tokenizer: ChatTokenizer, step: int) -> None:
     """One step, as the flow writes it."""
     first = step * GROUPS
-    plan = {"run": [RUN], "step": [step], "first_group": [first], "n_groups": [GROUPS], "reason": ["plan"]}
+    plan = {
+        "run": [RUN],
+        "step": [step],
+        "first_group": [first],
+        "n_groups": [GROUPS],
+        "reason": ["plan"],
+        "problems": [[]],
+    }
     await writer.append("plans", make_batch("plans", plan), step=step)
     outcomes = []
     for group in range(first, first + GROUPS):

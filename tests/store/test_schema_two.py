@@ -60,7 +60,7 @@ async def mixed(tmp_path: Path, rows: RowMaker, version_2: Writing) -> RunFolder
 
 
 async def test_rollouts_of_version_2_are_one_segment_to_every_reader(mixed: RunFolder) -> None:
-    assert read_manifest(mixed).schema_version == 3
+    assert read_manifest(mixed).schema_version == 4
     table = read(mixed, "rollouts", step=0)
     assert table.schema.equals(schemas.dataset_schema("rollouts"), check_metadata=True)
     assert [{name: row[name] for name in SEGMENT} for row in table.to_pylist()] == [SEGMENT] * 4

@@ -435,7 +435,16 @@ async def test_a_batch_row_that_its_source_lacks_is_found(
     ("dataset", "columns", "expected"),
     [
         ("groups", {"group": 2}, "/groups/step=000001: group, subgroup are there twice: 2.1"),
-        ("plans", {"first_group": 3, "n_groups": 1}, "/plans/step=000001: groups are planned twice: 3"),
+        (
+            "plans",
+            {"first_group": 3, "n_groups": 1, "problems": [[]]},
+            "/plans/step=000001: groups are planned twice: 3",
+        ),
+        (
+            "plans",
+            {"first_group": 40, "n_groups": 1, "reason": "refill", "problems": [[5, 6]]},
+            "/plans/step=000001: the plan of the 1 groups from 40 names 2 problems",
+        ),
         (
             "batches",
             {"order": 4, "trajectory_id": "r.2.0", "source": "", "source_step": 1},

@@ -1,7 +1,5 @@
 """Stored runs as lazy Polars frames and as SQL views: one run or several, on a disk or on S3."""
 
-import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
@@ -14,6 +12,7 @@ from rollmill.tasks.look.ledger.step_attribution import Ledger
 from rollmill.tasks.look.tables.costs import SCHEMA as COST_SCHEMA
 from rollmill.tasks.look.tables.costs import measure_costs
 from rollmill.tasks.look.tables.scores import resolve_scorer
+from rollmill.tasks.look.tables.sql_query import check_weight, refuse_changing, run_query
 from rollmill.tasks.look.tables.view import Column, View, count_noun, limit_notes
 from rollmill.tasks.store.attempts import last_attempts
 from rollmill.tasks.store.folders import PartitionValue, RunFolder
@@ -42,10 +41,6 @@ _GROUPS = (
     f'select location, run, step, "group", {", ".join(f"{each} as {name}" for name, each in GROUP_COLUMNS.items())} '
     f'from {TRAJECTORIES} group by location, run, step, "group"'
 )
-_CHANGING_FUNCTIONS = (
-    "select distinct function_name from duckdb_functions() where stability <> 'CONSISTENT' order by all"
-)
-_TEXTS_AND_COMMENTS = re.compile(r"'[^']*'|--[^\n]*|/\*.*?\*/", re.DOTALL)
 # Columns of `trajectories` by the data set that has them, besides those of rollouts.
 _JOINED: dict[str, dict[str, pl.DataType]] = {
     "scores": {"reward": pl.Float64(), "score_status": pl.String(), "subgroup": pl.Int32()},
@@ -139,7 +134,7 @@ class RunFrames:
         Raises:
             ConfigError: it is no condition on these columns, or calls a function whose value changes from query to query.
         """
-        self._refuse_changing(field, condition)
+        refuse_changing(field, condition)
         query = f'select step, "group" from ({_GROUPS}) where ({condition}\n)'
         found: dict[int, set[int]] = {}
         for step, group in self._run(field, condition, query, reads_files=False).iter_rows():
@@ -151,7 +146,7 @@ class RunFrames:
 
         Arguments and errors are those of `find_groups`. Groups with equal keys are in the order of location, step and group.
         """
-        self._refuse_changing(field, keys)
+        refuse_changing(field, keys)
         query = f'select location, step, "group" from ({_GROUPS}) order by {keys}\n, location, step, "group"'
         rows = self._run(field, keys, query, reads_files=False).iter_rows()
         return {(location, step, group): place for place, (location, step, group) in enumerate(rows)}
@@ -164,25 +159,13 @@ class RunFrames:
         Raises:
             ConfigError: also for a number that is negative, infinite or missing.
         """
-        self._refuse_changing(field, weight)
+        refuse_changing(field, weight)
         query = f'select location, step, "group", ({weight}\n)::double from ({_GROUPS}) order by all'
         found: dict[tuple[str, int, int], float] = {}
         for location, step, group, value in self._run(field, weight, query, reads_files=False).iter_rows():
-            if value is None or not 0.0 <= value < math.inf:
-                where = f"it is {value} for group {group} of step {step} of {location}"
-                raise ConfigError(
-                    field, weight, f"{where}; give a number of at least 0, such as coalesce(reward_std, 0)"
-                )
-            found[location, step, group] = value
+            of = f"group {group} of step {step} of {location}"
+            found[location, step, group] = check_weight(field, weight, value, of)
         return found
-
-    def _refuse_changing(self, field: str, given: str) -> None:
-        """Raise ConfigError if an expression calls a function whose value changes from query to query."""
-        changing = self._run(field, given, _CHANGING_FUNCTIONS, reads_files=False)["function_name"]
-        called = rf"\b(?:({'|'.join(changing)})\"?\s*\(|(current_(?:date|time|timestamp))\b)"
-        if call := re.search(called, _TEXTS_AND_COMMENTS.sub(" ", given), re.IGNORECASE):
-            remedy = f'{call[1] or call[2]} would choose other groups each time the run is resumed; "group" % 4 = 0 chooses the same quarter'
-            raise ConfigError(field, given, remedy)
 
     def sql(self, query: str) -> pl.DataFrame:
         """Run a query of DuckDB over the views `trajectories` and one for each data set but `states`.
@@ -198,25 +181,9 @@ class RunFrames:
 
     def _run(self, field: str, given: str, query: str, *, reads_files: bool = True) -> pl.DataFrame:
         """Run a query; an error names `field` and its value `given`."""
-        import duckdb  # it takes long to import, and only queries in SQL need it
-
-        try:
-            with duckdb.connect(config={"enable_external_access": str(reads_files)}) as connection:
-                # Listing the files of a data set takes time: only those that the query may read are registered.
-                for name in sorted(set(VIEWS) & set(re.findall(r"\w+", query.lower()))):
-                    joined = {TRAJECTORIES: lambda: self.trajectories, COSTS: lambda: self.costs}
-                    rows = joined[name]() if name in joined else self.dataset(name)
-                    connection.register(name, rows)
-                result = connection.sql(query)
-                found: pl.DataFrame = pl.DataFrame() if result is None else result.pl()
-                return found
-        except duckdb.Error as error:
-            views = f"there are the views {', '.join(VIEWS)}"
-            remedy = f"{error}; {views}" if isinstance(error, duckdb.CatalogException) else str(error)
-            raise ConfigError(field, given, remedy) from error
-        except pl.exceptions.PolarsError as error:
-            remedy = f"{error} (if a shard is damaged, `rollmill verify` names it)"
-            raise ConfigError(field, given, remedy) from error
+        views = {name: partial(self.dataset, name) for name in sorted(SCHEMAS)}
+        joined = {TRAJECTORIES: lambda: self.trajectories, COSTS: lambda: self.costs}
+        return run_query(field, given, query, {**joined, **views}, reads_files=reads_files)
 
     def _join(self, folder: RunFolder) -> pl.LazyFrame:
         """Return the joined trajectories of a run; only the data sets that a query's columns need are read."""

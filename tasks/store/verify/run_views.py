@@ -14,7 +14,7 @@ from rollmill.tasks.errors import ManifestError, ShardError
 from rollmill.tasks.store.filesystem import Files, open_files
 from rollmill.tasks.store.folders import MANIFEST, POLICIES, RunFolder
 from rollmill.tasks.store.reader import list_scorers, list_steps, read
-from rollmill.tasks.store.run.group_ranges import group_numbers, read_plan
+from rollmill.tasks.store.run.group_ranges import GroupRange, group_numbers, read_plan
 from rollmill.tasks.store.run.manifest import Manifest, read_manifest
 from rollmill.tasks.store.run.resume import list_complete_checkpoints, list_done_steps
 from rollmill.tasks.store.segments import SEGMENT_COLUMNS
@@ -304,7 +304,12 @@ class StepView:
     @cached_property
     def planned(self) -> Sequence[int]:
         """Numbers of the groups in the step's plan and its refills; empty if the step sampled nothing."""
-        return group_numbers(read_plan(self.run.folder, self.step))
+        return group_numbers(self.plan)
+
+    @cached_property
+    def plan(self) -> Sequence[GroupRange]:
+        """The step's plan and its refills; empty if the step sampled nothing."""
+        return read_plan(self.run.folder, self.step)
 
     @cached_property
     def rollouts(self) -> pl.DataFrame:

@@ -65,6 +65,14 @@ def find_wrong_order(step: StepView) -> Iterator[Finding]:
         yield Finding(step.where("batches"), what, _REMOVE_ONE)
 
 
+def find_wrong_problems(step: StepView) -> Iterator[Finding]:
+    """Find a plan that names problems, but not one for each of its groups."""
+    for each in step.plan:
+        if each.problems and len(each.problems) != each.n:
+            what = f"the plan of the {each.n} groups from {each.first} names {len(each.problems)} problems"
+            yield Finding(step.where("plans"), what, _RESTORE_ROWS)
+
+
 def find_rows_of_other_runs(step: StepView) -> Iterator[Finding]:
     """Find rollouts, groups and batch rows of another run than run.json names for the step."""
     stored = {"rollouts": step.rollouts, "groups": step.groups, "batches": step.batch}

@@ -1,0 +1,43 @@
+"""The weights by which a run draws its problems: a number in SQL of what the run has seen of each problem."""
+
+import polars as pl
+
+from rollmill.flows.config import RunConfig
+from rollmill.flows.environments import environment_configs, name_environment
+from rollmill.tasks.look.tables.sql_query import check_weight, refuse_changing, run_query
+from rollmill.tasks.store.run.problem_history import Floats
+
+WEIGHT = "rollout.problem_weight"
+# What a weight is tried on before a run: a problem without a visit, and one with a group without a reward.
+_TRIED = pl.DataFrame(
+    {
+        "problem": [0, 1, 2],
+        "visits": [0, 1, 2],
+        "reward": [None, None, 0.5],
+        "reward_std": [None, None, 0.5],
+        "tokens": [None, None, 100.0],
+        "steps_ago": [None, 3, 1],
+    },
+)
+
+
+def check_problem_weights(config: RunConfig) -> None:
+    """Refuse a weight of problems that is wrong for a problem without visits, or for one with them.
+
+    Raises:
+        ConfigError: names the setting, the problem and the value.
+    """
+    for name, own in environment_configs(config).items():
+        if weight := own.rollout.problem_weight:
+            with name_environment(config, name):
+                refuse_changing(WEIGHT, weight)
+                weigh_problems(weight, _TRIED)
+
+
+def weigh_problems(weight: str, problems: pl.DataFrame) -> Floats:
+    """Return the weight of each problem; raises ConfigError for one that is no number of at least 0."""
+    query = f"select ({weight}\n)::double as weight, problem, visits from problems order by problem"
+    found = run_query(WEIGHT, weight, query, {"problems": problems.lazy})
+    for value, problem, visits in found.iter_rows():
+        check_weight(WEIGHT, weight, value, f"problem {problem}, which has {visits} visits so far")
+    return found["weight"].to_numpy()
