@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -41,7 +41,7 @@ HEADINGS = ("flow CPU ms/task", "server ms/task", "lag p50 ms", "lag p99 ms", "l
 FIGURES = ("flow_cpu_ms_per_task", "server_cpu_ms_per_task", "lag_p50_ms", "lag_p99_ms", "lag_max_ms")
 
 
-Pair = Callable[[int], Awaitable[None]]
+Pair = Callable[[int], Coroutine[Any, Any, None]]
 
 
 async def bare_pair(group: int) -> None:

@@ -46,7 +46,7 @@ class StackTracer:
     ) -> "asyncio.Task[Any]":
         """Create a task, and note the stack of its creator."""
         created = asyncio.Task(work, loop=loop, **options)
-        created.creator_stack = _trace(sys._getframe(1))  # type: ignore[attr-defined]
+        created.creator_stack = _trace(sys._getframe(1))  # type: ignore[attr-defined]  # tasks take attributes
         return created
 
     def watch(self, frame: FrameType, event: str, _: object) -> None:
@@ -111,7 +111,7 @@ def trace(folder: Path) -> dict[str, list[str]]:
     tracer = StackTracer()
 
     async def run() -> None:
-        asyncio.get_running_loop().set_task_factory(tracer.create_task)  # type: ignore[arg-type]
+        asyncio.get_running_loop().set_task_factory(tracer.create_task)  # type: ignore[arg-type]  # it makes the tasks that a factory has to
         sys.setprofile(tracer.watch)
         try:
             await post_train("traced", config)
@@ -135,7 +135,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     with tempfile.TemporaryDirectory() as name, prefect_server(Path(name) / "prefect"):
         stacks = trace(Path(name))
-    figures = {}
+    figures: dict[str, int] = {}
     for name, stack in stacks.items():
         print(f"{name}: {len(stack)} frames in {count_files(stack)} files", *stack, sep="\n  ")
         figures |= {f"{name}_frames": len(stack), f"{name}_files": count_files(stack)}

@@ -185,8 +185,8 @@ def compare(n_passes: int) -> None:
         reached = "reached" if own[name] <= target else "MISSED"
         print(f"{name}: {own[name]:.3f}, target {target:g}: {reached}")
     n_bytes = N_ROWS * N_TOKENS * (N_LAYERS * TOP_K + BYTES_A_TOKEN)
-    figures = {"passes": n_passes, "rows": N_ROWS, "bytes": n_bytes, "ways": median, "worst": worst}
-    print(json.dumps({"benchmark": "handoff"} | own | figures))
+    rest = {"passes": n_passes, "rows": N_ROWS, "bytes": n_bytes, "ways": median, "worst": worst}
+    print(json.dumps({"benchmark": "handoff"} | own | rest))
 
 
 def main() -> None:

@@ -161,16 +161,16 @@ def compare(n_passes: int, ways: Sequence[str]) -> None:
     """The ways in turn, so many times; prints the table and the JSON object."""
     passes: dict[str, list[Figures]] = {way: [] for way in ways}
     for _ in range(n_passes):
-        for way, found in passes.items():
-            found.append(in_own_process(way))
+        for way, figures in passes.items():
+            figures.append(in_own_process(way))
     median = {
         way: {name: statistics.median(each[name] for each in found) for name in found[0]}
         for way, found in passes.items()
     }
     names = list(median[ALONE])
     print(f"{'':26}" + "".join(f"{name:>18}" for name in names))
-    for way, figures in median.items():
-        print(f"{way:26}" + "".join(f"{figures[name]:18.2f}" for name in names), flush=True)
+    for way, middle in median.items():
+        print(f"{way:26}" + "".join(f"{middle[name]:18.2f}" for name in names), flush=True)
     found = excess(median, HAND_OFF) | (excess(median, BASE64, "_base64") if BASE64 in median else {})
     found["loop_cpu_s"] = loop_cpu_s(median)
     found["loop_cpu_to_calibration"] = found["loop_cpu_s"] / median[HAND_OFF]["calibration_cpu_s"]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.trainer.splits import TEMPERATURE, VOCABULARY, uneven_samples
 from rollmill.tasks.train.packing.packing_plan import TokenBudget, pack_padded
@@ -59,12 +59,21 @@ def references(model: Path, samples: Samples) -> tuple[Gradient, Gradient]:
     for scale in (dict.fromkeys(weights, 1.0 / sum(counts)), weights):
         for row, weight in scale.items():
             (row_loss(policy, samples, row) * weight).backward()
-        found.append({name: each.grad.clone() for name, each in policy.named_parameters()})
+        found.append(copy_gradient(policy))
         policy.zero_grad()
     return found[0], found[1]
 
 
-def row_loss(policy: Qwen2ForCausalLM, samples: Samples, row: int) -> torch.Tensor:
+def copy_gradient(policy: PreTrainedModel) -> Gradient:
+    """Return a copy of every parameter's gradient."""
+    found: Gradient = {}
+    for name, each in policy.named_parameters():
+        assert each.grad is not None, name
+        found[name] = each.grad.clone()
+    return found
+
+
+def row_loss(policy: PreTrainedModel, samples: Samples, row: int) -> torch.Tensor:
     """Sum over a row's trained tokens of -advantage times log-probability."""
     ids = torch.tensor(samples.token_ids[row], dtype=torch.int64)
     log_p = torch.log_softmax(policy(input_ids=ids[None]).logits[0, :-1] / TEMPERATURE, dim=1)

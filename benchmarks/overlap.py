@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from benchmarks.schedules import first_come, peer_process
 from benchmarks.schedules.latencies import ROLLOUT_SLOTS, SCORING_SLOTS, Latencies, draw
@@ -65,7 +66,7 @@ def measure_ours(folder: Path, seeds: Sequence[int], median_s: float) -> dict[st
     """Both modes over every seed."""
     from benchmarks.schedules.ours import overlap  # Prefect reads its settings when it is imported
 
-    def timeline(mode: str, seed: int) -> Timeline:
+    def timeline(mode: Literal["trajectory", "group"], seed: int) -> Timeline:
         return asyncio.run(overlap(folder, mode, seed, median_s))
 
     asyncio.run(overlap(folder / "warm-up", "group", 0, WARM_UP_MEDIAN_S))

@@ -59,7 +59,7 @@ def line_tokens(lengths: list[int], rows: list[int]) -> int:
 
 def idle_share(costs: list[list[int]]) -> float:
     """[W][micro-batches] tokens: those by which ranks have less than the one with most, to all."""
-    slowest = sum(max(at_once) for at_once in zip(*costs, strict=True))
+    slowest: int = sum(max(at_once) for at_once in zip(*costs, strict=True))
     return 1.0 - sum(map(sum, costs)) / (len(costs) * slowest)
 
 

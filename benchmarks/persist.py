@@ -72,12 +72,12 @@ def ours(rows: Sequence[Rows]) -> Keep:
 
 
 def make_encoding(rows: Sequence[object], encode: Callable[[object], bytes]) -> Keep:
+    def write(file: Path, part: Sequence[object]) -> None:
+        file.write_bytes(encode(part))
+
     async def keep(folder: Path) -> None:
         for first in range(0, N_ROWS, ROWS_A_COMMIT):
-            part = rows[first : first + ROWS_A_COMMIT]
-            await asyncio.to_thread(
-                lambda part=part, first=first: (folder / f"{first}").write_bytes(encode(part))
-            )
+            await asyncio.to_thread(write, folder / f"{first}", rows[first : first + ROWS_A_COMMIT])
 
     return keep
 

@@ -9,7 +9,7 @@ deploy/kubernetes. CPU is that of all processes of a server, from the first star
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -80,11 +80,12 @@ def row(figures: dict[str, Any]) -> str:
 def main() -> None:
     print(" | ".join(f"{name:>16}" for name in COLUMNS))
     rows = []
-    for measure in (
+    measures: tuple[Callable[[], dict[str, Any]], ...] = (
         lambda: measure_local("Prefect's default", PREFECTS_OWN, N_TASK_RUNS),
         lambda: measure_local("rollmill up", {}, N_TASK_RUNS),
         lambda: measure_scaled(N_TASK_RUNS),
-    ):
+    )
+    for measure in measures:
         rows.append(measure())
         print(row(rows[-1]), flush=True)
     shares = {each["server"]: each["recorded"] / N_TASK_RUNS for each in rows}

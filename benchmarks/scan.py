@@ -107,9 +107,7 @@ def make_run(folder: RunFolder, steps: int) -> None:
     config_of = StoreConfig(root=folder.location.rpartition("/")[0])
     config = {"steps": steps, "evaluate": {"n_prompts": N_PROMPTS}, "score": {"scorer": "addition"}}
     with (
-        OpenRun.open(
-            folder, config=config, fixed=frozenset(), versions={}, git_commit="", config_of=config_of
-        ),
+        OpenRun.open(folder, config=config, fixed={}, versions={}, git_commit="", config_of=config_of),
         ThreadPoolExecutor(4) as threads,
     ):
         list(threads.map(partial(store_step, open_files(folder)), range(steps)))

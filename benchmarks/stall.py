@@ -12,8 +12,9 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ import httpx
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.weights.gloo_pair import RECEIVER, SENDER, open_pair
+from benchmarks.weights.gloo_pair import SENDER, open_pair, send
 from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
 from rollmill.tasks.rollout.chat_tokenizer import save_character_tokenizer
 from rollmill.tasks.serve import vllm_launch
@@ -33,6 +34,7 @@ from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.sync.links.link import join_store, serve_store
 from rollmill.tasks.sync.weight_messages import SendResult, SendTarget, WeightOffer
 from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.engine.deepspeed_engine import Engine
 from rollmill.tasks.train.service.commands import ServiceConfig
 from rollmill.tasks.train.weight_transfer import WeightTransfer
 from tests.stubs.one_server_sync import send_to_server
@@ -69,13 +71,17 @@ class Trainer:
         self.model.save_pretrained(save_character_tokenizer(folder))
         config = ServiceConfig(train=TrainConfig(), sync=SyncConfig(), port=0, log_dir="")
         self._transfer = WeightTransfer(config, 0, 1)
-        self._transfer.prepare(Loaded(self.model))
+        self._engine: Engine = Loaded(self.model)  # type: ignore[assignment]  # a transfer reads the model alone
+        self._transfer.prepare(self._engine)
 
     async def offer(self) -> WeightOffer:
         return self._transfer.offer()
 
-    async def send(self, targets: list[SendTarget], report: Any, every_s: float) -> list[SendResult]:
-        return await asyncio.to_thread(self._transfer.send, Loaded(self.model), list(targets))
+    async def send(self, targets: Sequence[SendTarget], report: Any, every_s: float) -> list[SendResult]:
+        return await asyncio.to_thread(self._transfer.send, self._engine, targets)
+
+    async def stop_sending(self, target: SendTarget) -> None:
+        self._transfer.stop_sending(target.prefix)
 
 
 class PerParameter:
@@ -101,7 +107,7 @@ class PerParameter:
         for name, tensor in self._weights.items():
             dtype = str(tensor.dtype).removeprefix("torch.")
             taking = asyncio.ensure_future(self._call("take_parameter", name, dtype, list(tensor.shape)))
-            await asyncio.to_thread(lambda tensor=tensor: self._link.send([tensor], RECEIVER, 0).wait())
+            await asyncio.to_thread(send, self._link, tensor)
             await taking
         await self._call("close_model")
         await self._post("/resume")
@@ -190,7 +196,7 @@ async def measure(folder: Path, repeats: int) -> dict[str, list[Gap]]:
             "none": lambda: asyncio.sleep(0.5),
             "per_parameter": one_by_one.sync,
             **{
-                mode: lambda config=config: send_to_server(trainer, client, "bench:1:1", config, prefix)
+                mode: partial(send_to_server, trainer, client, "bench:1:1", config, prefix)
                 for mode, config in configs.items()
             },
         }

@@ -145,8 +145,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--task-runs", default=TASK_RUNS, nargs="+", choices=TASK_RUNS)
-    hidden = {"nargs": 4, "metavar": ("FOLDER", "SERVER", "TRAINER", "TASK_RUNS")}
-    parser.add_argument("--flow", help=argparse.SUPPRESS, **hidden)
+    hidden = ("FOLDER", "SERVER", "TRAINER", "TASK_RUNS")
+    parser.add_argument("--flow", help=argparse.SUPPRESS, nargs=len(hidden), metavar=hidden)
     given = parser.parse_args()
     if given.flow:
         folder, stub, trainer, task_runs = given.flow

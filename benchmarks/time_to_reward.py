@@ -36,8 +36,8 @@ TRL_5M = {"threads": 2, "rows_at_a_time": 16}
 
 def tiny(root: Path, steps: int) -> RunConfig:
     """The quickstart, evaluated and checkpointed at its end alone."""
-    every = [f"evaluate.every={steps}", f"checkpoint.every={steps}"]
-    return load("quickstart", [f"steps={steps}", f"store.root={root}", *every])
+    every = f"evaluate.every={steps}", f"checkpoint.every={steps}"
+    return load("quickstart", (f"steps={steps}", f"store.root={root}", *every))
 
 
 def uneven(root: Path, steps: int) -> RunConfig:
@@ -58,7 +58,7 @@ def uneven(root: Path, steps: int) -> RunConfig:
         "evaluate.every": "0",
         "start_model.steps": "0",
     }
-    return load("quickstart", [f"{name}={value}" for name, value in settings.items()])
+    return load("quickstart", tuple(f"{name}={value}" for name, value in settings.items()))
 
 
 def trl(
@@ -93,9 +93,9 @@ def main() -> None:
     for name, both in races.items():
         for who, each in zip(("ours", "trl"), both, strict=True):
             rewards = " -> ".join(f"{reward:.3f}" for reward in each.held_out)
-            parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in each.parts_s.items())
+            shown = ", ".join(f"{part} {seconds:.2f}" for part, seconds in each.parts_s.items())
             seconds = f"{each.median_s(SETTLING):10.3f}{each.least_s(SETTLING):8.3f}"
-            print(f"{name + ' ' + who:12}{seconds}{each.tokens:9.0f}{rewards:>18}   {parts}")
+            print(f"{name + ' ' + who:12}{seconds}{each.tokens:9.0f}{rewards:>18}   {shown}")
     (tiny_ours, tiny_trl), (ours, peer) = races["tiny"], races["5M"]
     figures = {
         "tiny_step_ratio_to_trl": tiny_ours.median_s(SETTLING) / tiny_trl.median_s(SETTLING),

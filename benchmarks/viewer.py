@@ -43,8 +43,10 @@ class MadeUpStep:
         self._of_group = step * GROUPS + np.arange(n) // GROUP_SIZE
         self._is_failed = np.arange(n) % FAILED_EVERY == 7
         samples = (np.arange(n) % GROUP_SIZE).astype(np.int32)
-        ids = [f"{run}.{group}.{sample}.0" for group, sample in zip(self._of_group, samples, strict=True)]
-        self._places = {"run": [run] * n, "trajectory_id": ids, "group": self._of_group, "sample": samples}
+        pairs = zip(self._of_group, samples, strict=True)
+        self._ids = [f"{run}.{group}.{sample}.0" for group, sample in pairs]
+        places = {"run": [run] * n, "trajectory_id": self._ids}
+        self._places = places | {"group": self._of_group, "sample": samples}
 
     def rows(self) -> Iterator[tuple[str, pa.RecordBatch]]:
         """Partition and rows of each data set."""
@@ -74,7 +76,7 @@ class MadeUpStep:
             "n_completion_tokens": self._random.integers(5, 60, n).astype(np.int32),
             "policy_version_first": np.full(n, step, np.int32),
             "policy_version_last": np.full(n, step, np.int32),
-            "messages": [_messages(group) for group in self._of_group],
+            "messages": [_messages(group) for group in self._of_group.tolist()],
             "example": ['{"problem": "1 + 17"}'] * n,
             "outcome": ["{}"] * n,
             "version_span_starts": [[1]] * n,
@@ -111,7 +113,7 @@ class MadeUpStep:
         return make_rows("groups", GROUPS, self._step, **columns)
 
     def _batch(self) -> pa.RecordBatch:
-        ids = zip(self._places["trajectory_id"], self._is_failed, strict=True)
+        ids = zip(self._ids, self._is_failed, strict=True)
         trained = [each for each, failed in ids if not failed]
         columns = {
             "trajectory_id": trained,
@@ -148,9 +150,7 @@ def make_run(folder: RunFolder, steps: int) -> None:
     config_of = StoreConfig(root=folder.location.rpartition("/")[0])
     config = {"steps": steps, "evaluate": {"n_prompts": 0}, "score": {"scorer": "addition"}}
     with (
-        OpenRun.open(
-            folder, config=config, fixed=frozenset(), versions={}, git_commit="", config_of=config_of
-        ) as run,
+        OpenRun.open(folder, config=config, fixed={}, versions={}, git_commit="", config_of=config_of) as run,
         ThreadPoolExecutor(2) as threads,
     ):
         list(threads.map(partial(store_step, open_files(folder), run.manifest.run), range(steps)))

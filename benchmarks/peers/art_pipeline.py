@@ -10,6 +10,7 @@ import json
 import re
 import sys
 import time
+from typing import Any
 
 import art
 import litellm
@@ -37,7 +38,7 @@ class Stopwatch:
             self.intervals.append((start_s, time.perf_counter() - self._origin_s))
 
 
-class Judge(litellm.CustomLLM):
+class Judge(litellm.CustomLLM):  # type: ignore[misc]  # litellm is in the peer's environment alone
     """Answers RULER's question about a group after that group's seconds."""
 
     def __init__(self, stopwatch: Stopwatch, group_scores_s: list[float]) -> None:
@@ -46,7 +47,9 @@ class Judge(litellm.CustomLLM):
 
     async def acompletion(self, *_: object, **request: object) -> litellm.ModelResponse:
         question = json.dumps(request["messages"])
-        group = int(re.search(r"group (-?\d+)", question)[1])
+        found = re.search(r"group (-?\d+)", question)
+        assert found, question
+        group = int(found[1])
         ids = re.findall(r'<trajectory id=\\+"(\d+)', question)
         await self._stopwatch.hold(0.0 if group == WARM_UP else self._group_scores_s[group])
         scores = [{"trajectory_id": each, "explanation": "", "score": 1.0 / int(each)} for each in ids]
@@ -67,7 +70,7 @@ async def rollout(stopwatch: Stopwatch, group: int, sample: int, seconds: float)
     )
 
 
-async def gather(work: dict, groups: dict[int, list[float]]) -> dict:
+async def gather(work: dict[str, Any], groups: dict[int, list[float]]) -> dict[str, Any]:
     """ART over these groups; the timeline."""
     rollouts, scores = Stopwatch(work["rollout_slots"]), Stopwatch(work["scoring_slots"])
     litellm.custom_provider_map = [

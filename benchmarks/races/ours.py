@@ -25,7 +25,7 @@ class Race:
     """
 
     step_s: list[float]
-    read_held_out: list[float]
+    held_out: list[float]
     tokens: float
     parts_s: dict[str, float]
 
@@ -54,8 +54,8 @@ def read(folder: RunFolder, is_evaluated: bool) -> Race:
     from rollmill.tasks.look.tables.run_tables import read_held_out
 
     rows = scan(folder, "rollouts", ["step", "started_at", "n_completion_tokens"])
-    steps = rows.group_by("step").agg(pl.col("started_at").min(), pl.col("n_completion_tokens").sum())
-    steps = steps.sort("step").collect()
+    by_step = rows.group_by("step").agg(pl.col("started_at").min(), pl.col("n_completion_tokens").sum())
+    steps = by_step.sort("step").collect()
     seconds = steps["started_at"].diff().drop_nulls().dt.total_microseconds() / 1e6
     parts = scan(folder, "metrics", ["step", "name", "value"]).filter(
         pl.col("name").is_in([f"time/{part}_s" for part in PARTS])

@@ -7,6 +7,7 @@ and the head reads the end's logit from it. Answers of at most 512 tokens then h
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +29,8 @@ class Words:
     """Prompts of 64 random characters, a token each."""
 
     name = "words"
-    tools = ()
-    stop = ()
+    tools: Sequence[Mapping[str, object]] = ()
+    stop: Sequence[str] = ()
 
     def size(self, split: Split) -> int:
         return N_EXAMPLES

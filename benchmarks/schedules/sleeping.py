@@ -27,7 +27,9 @@ class SleepingSampler:
     tokenizer: ChatTokenizer
     stopwatch: Stopwatch
 
-    async def sample(self, work: TrajectoryRequest, token_ids: np.ndarray, until: float) -> SampledTokens:
+    async def sample(
+        self, work: TrajectoryRequest, token_ids: np.ndarray, until: float, routing_from: int | None = None
+    ) -> SampledTokens:
         """The whole answer; see Sampler."""
         await self.stopwatch.rollout(self.latencies.rollouts_s[work.group][work.sample])
         score_us = US_PER_S * self.latencies.trajectory_score_s(work.group)

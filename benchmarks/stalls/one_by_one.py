@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from benchmarks.weights.gloo_pair import RECEIVER, SENDER, open_pair
+from benchmarks.weights.gloo_pair import RECEIVER, open_pair, receive
 from rollmill.tasks.sync.links.link import join_store
 from rollmill.tasks.sync.vllm_plugin.private_vllm import choose_repairs
 
@@ -22,7 +22,7 @@ class OneByOne:
 
     def take_parameter(self, name: str, dtype: str, shape: list[int]) -> None:
         tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-        self.link.recv([tensor], SENDER, 0).wait()
+        receive(self.link, tensor)
         self.model_runner.model.load_weights([(name, tensor)])
 
     def close_model(self) -> None:

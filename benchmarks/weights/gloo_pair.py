@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 
+import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from rollmill.tasks.sync.links.link import use_all_cores
@@ -16,3 +17,13 @@ def open_pair(store: Store, name: str, rank: int, address: str, timeout_s: float
     with use_all_cores():
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
         return ProcessGroupGloo(PrefixStore(name, store.clone()), rank, 2, options)
+
+
+def send(pair: ProcessGroupGloo, tensor: torch.Tensor) -> None:
+    """Send a tensor to the receiver; returns when it is sent."""
+    pair.send([tensor], RECEIVER, 0).wait()
+
+
+def receive(pair: ProcessGroupGloo, tensor: torch.Tensor) -> None:
+    """Receive a tensor from the sender; returns when it is there."""
+    pair.recv([tensor], SENDER, 0).wait()

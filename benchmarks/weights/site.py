@@ -84,10 +84,18 @@ class Site:
 
 
 def _request(offer: WeightOffer, target: SendTarget) -> str:
-    limits = SYNC.timeout_s, SYNC.stall_timeout_s
-    where = {"host": offer.host, "port": offer.port, "prefix": target.prefix, "shared": offer.shared}
-    plan = encode_plan(offer.plan)
-    request = WeightUpdateRequest("run:1:1", "keep", target.transport, plan, *limits, **where)
+    request = WeightUpdateRequest(
+        "run:1:1",
+        "keep",
+        target.transport,
+        encode_plan(offer.plan),
+        SYNC.timeout_s,
+        SYNC.stall_timeout_s,
+        host=offer.host,
+        port=offer.port,
+        prefix=target.prefix,
+        shared=offer.shared,
+    )
     return msgspec.json.encode(request).decode()
 
 

@@ -2,15 +2,18 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks import time_to_reward
 from benchmarks.races.case import write_case
 from benchmarks.races.crc import reward
 from benchmarks.races.words import END_AFTER_TOKENS, EOS_ID, Words, save_model
+from benchmarks.suite.process import ROOT
 from benchmarks.time_to_reward import SCORER, TINY_SCORER, tiny
 from benchmarks.trainer.lengths import N_PROMPT_TOKENS
 from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
@@ -64,6 +67,17 @@ def test_a_peer_has_the_problems_of_the_runs_groups_in_their_order(tmp_path: Pat
     assert problems == [each.content["problem"] for each in expected]
     assert len(case["held_out"]) == config.evaluate.n_prompts
     assert case["lr"] == config.train.lr
+
+
+def test_what_trl_prints_is_read_as_a_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = (ROOT / "benchmarks" / "peers" / "trl_learns.py").read_text()
+    keys = re.findall(r'"(\w+)": ', script[script.rindex("json.dumps(") :])
+    printed = {key: [0.25, 0.75] for key in keys}
+    monkeypatch.setattr(time_to_reward, "environment_of", lambda peer: Path(peer))
+    monkeypatch.setattr(time_to_reward, "run", lambda words: f"a log line\n{json.dumps(printed)}\n")
+    race = time_to_reward.trl(tmp_path, tiny(tmp_path, steps=2), Addition(), TINY_SCORER, {})
+    assert race.held_out == [0.25, 0.75]
+    assert race.median_s(0) == 0.5
 
 
 @pytest.mark.parametrize("path", [SCORER, TINY_SCORER])

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -65,7 +66,7 @@ def prefect_cluster(folder: Path, n_servers: int = 2) -> Iterator[Cluster]:
         )
         assert migration.returncode == 0, migration.stdout + migration.stderr
         ports = [free_port() for _ in range(n_servers)]
-        commands = {
+        commands: dict[str, tuple[str, ...]] = {
             f"API server {n}": ("start", "--no-services", "--host", "127.0.0.1", "--port", str(port))
             for n, port in enumerate(ports)
         }
@@ -76,7 +77,7 @@ def prefect_cluster(folder: Path, n_servers: int = 2) -> Iterator[Cluster]:
             # Two that fill one empty database with block types meet: the second ends, and a cluster's restart policy
             # starts it again. Nothing does here, so each waits for the one before.
             if port:
-                _wait_until(processes[name], lambda port=port: _answers(port))
+                _wait_until(processes[name], partial(_answers, port))
         yield Cluster(
             tuple(f"http://127.0.0.1:{port}/api" for port in ports),
             environment["PREFECT_SERVER_API_AUTH_STRING"],

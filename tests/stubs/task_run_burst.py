@@ -68,7 +68,7 @@ def burst_elsewhere(n_task_runs: int, client: Mapping[str, str]) -> dict[str, An
 
     command = [sys.executable, "-m", "tests.stubs.task_run_burst", str(n_task_runs)]
     done = subprocess.run(
-        command, env=QUIET_TERMINAL | os.environ | client, stdout=subprocess.PIPE, text=True
+        command, env={**QUIET_TERMINAL, **os.environ, **client}, stdout=subprocess.PIPE, text=True
     )
     assert done.returncode == 0, done.stdout
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

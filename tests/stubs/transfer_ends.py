@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -57,7 +57,14 @@ class Trainer:
             WeightSender(rank, HOST, self.store.port, config, straggler_timeout_s) for rank in range(n_ranks)
         ]
 
-    def send(self, threads: ThreadPoolExecutor, weights: Weights, plan: TransferPlan, targets, **more: Any):
+    def send(
+        self,
+        threads: ThreadPoolExecutor,
+        weights: Weights,
+        plan: TransferPlan,
+        targets: Sequence[SendTarget],
+        **more: Any,
+    ) -> list[Future[list[SendResult]]]:
         """[W] futures of what each rank says."""
         is_live = more.pop("is_live", True)
         return [
@@ -105,7 +112,9 @@ def assert_equal(found: Weights, expected: Weights) -> None:
         assert torch.equal(found[name], tensor)
 
 
-def transfer(trainer: Trainer, servers: list[Server], weights: Weights, plan: TransferPlan, **more: Any):
+def transfer(
+    trainer: Trainer, servers: list[Server], weights: Weights, plan: TransferPlan, **more: Any
+) -> list[list[SendResult]]:
     """One transfer to servers that open their links when they have none; [W] what each rank says."""
     take = more.pop("take", Server.open_and_receive)
     with ThreadPoolExecutor(len(servers) + len(trainer.senders)) as threads:

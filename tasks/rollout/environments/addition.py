@@ -1,5 +1,6 @@
 """Two-digit addition with visible work: the answer to `47+38=` is `[7+8=15 4+3+1=8]85`."""
 
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -14,8 +15,8 @@ class Addition:
     """Environment with problems a+b= of two-digit a and b; one in five is held out, chosen by the problem's crc32."""
 
     name = "addition"
-    tools = ()
-    stop = ()
+    tools: Sequence[Mapping[str, object]] = ()
+    stop: Sequence[str] = ()
 
     def size(self, split: Split) -> int:
         return len(_problems(split))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -113,7 +113,7 @@ class Engine:
             recompute_activations(model)
 
     @classmethod
-    def load(cls, config: TrainConfig, folder: str, device: torch.device) -> "Engine":
+    def load(cls, config: TrainConfig, folder: str, device: torch.device) -> Self:
         """Load a Hugging Face model folder into an engine, with new adapters if those are trained."""
         model = load_trained(config, folder)
         if config.lora.rank:
