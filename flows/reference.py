@@ -50,8 +50,9 @@ def _parameters(flow: Flow[..., Any]) -> dict[str, Any]:
     return {name: kind for name, kind in hints.items() if name != "return"}
 
 
-def _config(flow: Flow[..., Any]) -> type[StageConfig]:
-    return next(kind for kind in _parameters(flow).values() if _is_section(kind))
+def _config(flow: Flow[..., Any]) -> type[StageConfig] | None:
+    """Return the settings that a flow takes; None for one that has only a few parameters."""
+    return next((kind for kind in _parameters(flow).values() if _is_section(kind)), None)
 
 
 def _is_section(kind: Any) -> TypeIs[type[StageConfig]]:
@@ -64,6 +65,9 @@ def _flows(flows: list[Flow[..., Any]]) -> Iterator[str]:
         config = _config(flow)
         summary = (flow.fn.__doc__ or "").strip().partition("\n")[0]
         parameters = ", ".join(f"`{name}`" for name in _parameters(flow))
+        if config is None:
+            yield _line(f"`{flow.name}`", summary, parameters, "", "")
+            continue
         hidden = FORMS[flow.name].hidden
         not_read = sorted(
             name for name in hidden if name in config.model_fields or not name.startswith("train.")
@@ -79,7 +83,7 @@ def _flows(flows: list[Flow[..., Any]]) -> Iterator[str]:
 def _sections(flows: list[Flow[..., Any]]) -> Iterator[str]:
     """Yield headings and tables of all flows' settings: top-level ones, then each section once, before those inside it."""
     described: set[tuple[str, type[StageConfig]]] = set()
-    for config in dict.fromkeys(_config(flow) for flow in flows):
+    for config in dict.fromkeys(filter(None, map(_config, flows))):
         names = ", ".join(f"`{flow.name}`" for flow in flows if _config(flow) is config)
         yield f"### {config.__name__}\n\nOf {names}.\n"
         yield from _table(config, "")

@@ -1,7 +1,7 @@
 """Every error Rollmill raises on purpose.
 
 RollmillError
-├── ConfigError, LibraryError
+├── ConfigError, LibraryError, GateError
 ├── StoreError: ManifestError, SchemaError, ShardError (ShardGoneError), RunLockedError, LeaseLostError, DiskSpaceError,
 │               RunMismatchError, RunFinishedError
 ├── ServiceError: ServiceStartError, ServiceDiedError
@@ -68,6 +68,10 @@ class LibraryError(RollmillError):
 
     def __str__(self) -> str:
         return f"{self.library} {self.version} has no {self.missing}, which Rollmill uses: install {self.library} {self.known}"
+
+
+class GateError(RollmillError):
+    """A policy is not promoted: its gate blocks it, or it was not compared with the policy that is in production now."""
 
 
 class StoreError(RollmillError):

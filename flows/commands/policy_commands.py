@@ -1,4 +1,4 @@
-"""The panel "Policies" of `rollmill --help`: what made an exported policy."""
+"""The panel "Policies" of `rollmill --help`: what made an exported policy, and which one is in production."""
 
 from typing import Annotated
 
@@ -6,12 +6,25 @@ import typer
 
 from rollmill.flows.commands.options import AsJson
 
+DEFAULT_ALIAS = "policies/production"
 PANEL = "Policies"
 commands = typer.Typer()
 
 PolicyFolder = Annotated[
     str,
-    typer.Argument(metavar="FOLDER", help="Folder of an exported policy, or s3://bucket/prefix."),
+    typer.Argument(metavar="FOLDER", help="Folder of an exported policy, s3://bucket/prefix, or an alias."),
+]
+Candidate = Annotated[
+    str, typer.Argument(metavar="CANDIDATE", help="Folder of an exported policy, or an alias.")
+]
+To = Annotated[str, typer.Option("--to", metavar="ALIAS", help="Alias of the policy in production.")]
+Alias = Annotated[
+    str, typer.Argument(metavar="ALIAS", help="Alias, such as s3://bucket/policies/production.")
+]
+By = Annotated[str, typer.Option(help="Who approves it, for the history; default: your user name.")]
+Note = Annotated[str, typer.Option(help="Why, for the history.")]
+Webhook = Annotated[
+    str, typer.Option(metavar="URL", help="Address that gets the move as JSON by POST afterwards.")
 ]
 
 
@@ -24,10 +37,10 @@ def lineage(
     """List every trajectory that made an exported policy, and check each byte of them; exit status 1: something is wrong."""
     from rollmill.tasks.look.tables.lineage_table import make_lineage_view
     from rollmill.tasks.look.terminal.output import print_findings, print_json, print_view
-    from rollmill.tasks.store.folders import RunFolder
     from rollmill.tasks.store.lineage.lineage_trace import trace_policy
+    from rollmill.tasks.store.promotion.policy_alias import resolve_policy
 
-    report = trace_policy(RunFolder(policy))
+    report = trace_policy(resolve_policy(policy))
     view = make_lineage_view(policy, report, limit)
     if as_json:
         print_json(view.values)
@@ -36,3 +49,84 @@ def lineage(
         print_findings(policy, report.findings)
     if report.findings:
         raise typer.Exit(1)
+
+
+@commands.command(rich_help_panel=PANEL)
+def gate(
+    candidate: Candidate,
+    to: To = DEFAULT_ALIAS,
+    against: Annotated[
+        str,
+        typer.Option(metavar="FOLDER|ALIAS", help="Policy to compare with; default: the one in production."),
+    ] = "",
+    margin: Annotated[
+        float, typer.Option(min=1e-6, help="Largest loss of mean reward that does not matter.")
+    ] = 0.05,
+    error_rate: Annotated[
+        float,
+        typer.Option(
+            min=1e-6, max=0.5, help="Probability, at most, that a policy passes that is worse by the margin."
+        ),
+    ] = 0.05,
+    min_reward: Annotated[
+        float | None, typer.Option(help="Smallest mean reward of the sampled answers that passes.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare a policy with the one in production on the same held-out prompts; exit status 1: it is blocked.
+
+    Stored evaluations are used; a policy that has none like the other's is evaluated first.
+    """
+    from rollmill.flows.commands.policy_moves import gate_here
+    from rollmill.flows.policies.policy_gate import PolicyGate
+    from rollmill.tasks.look.tables.gate_table import make_gate_view
+    from rollmill.tasks.look.terminal.output import print_json, print_view
+
+    record = gate_here(
+        PolicyGate(candidate, to, against, margin, error_rate, min_reward), prints_json=as_json
+    )
+    view = make_gate_view(record)
+    if as_json:
+        print_json(view.values)
+    else:
+        print_view(view)
+    if not record.passed:
+        raise typer.Exit(1)
+
+
+@commands.command(rich_help_panel=PANEL)
+def promote(
+    candidate: Candidate,
+    to: To = DEFAULT_ALIAS,
+    yes: Annotated[bool, typer.Option("--yes", help="Approve it without a question.")] = False,
+    by: By = "",
+    note: Note = "",
+    webhook: Webhook = "",
+) -> None:
+    """Move the alias of production to a policy that has passed `rollmill gate`, once a person approves it."""
+    from rollmill.flows.commands.policy_moves import promote_here
+
+    promote_here(candidate, to, is_approved=yes, approved_by=by, note=note, webhook=webhook)
+
+
+@commands.command(rich_help_panel=PANEL)
+def rollback(alias: Alias = DEFAULT_ALIAS, by: By = "", note: Note = "", webhook: Webhook = "") -> None:
+    """Move the alias of production back to the policy before; repeated, it goes back further."""
+    from rollmill.flows.commands.policy_moves import roll_back_here
+
+    roll_back_here(alias, by, note, webhook)
+
+
+@commands.command(rich_help_panel=PANEL)
+def history(alias: Alias = DEFAULT_ALIAS, as_json: AsJson = False) -> None:
+    """List which policies were in production, when, and who approved them; newest first."""
+    from rollmill.tasks.look.tables.gate_table import make_history_view
+    from rollmill.tasks.look.terminal.output import print_json, print_view
+    from rollmill.tasks.store.promotion.policy_alias import PolicyAlias
+
+    place = PolicyAlias(alias)
+    view = make_history_view(place.location, (record for _, record in place.history()))
+    if as_json:
+        print_json(view.values)
+    else:
+        print_view(view)

@@ -33,7 +33,21 @@ def parameters_of(deployment: dict[str, Any]) -> dict[str, Any]:
     return deployment["parameters"] | {"config": import_object(name)(**arguments)["config"]}
 
 
-@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=NAMES)
+SETTLED = [each for each in DEPLOYMENTS if "config" in each["parameters"]]
+
+
+def test_the_deployment_of_promote_asks_for_a_candidate() -> None:
+    (deployment,) = [each for each in DEPLOYMENTS if each not in SETTLED]
+    schema = parameter_schema(load_flow_from_entrypoint(deployment["entrypoint"])).model_dump()
+    assert [error.message for error in validate(deployment["parameters"], schema)] == [
+        "'candidate' is a required property"
+    ]
+    given = deployment["parameters"] | {"candidate": "policies/new"}
+    assert validate(given, schema) == []
+    assert validate(given | {"error_rate": 1.5}, schema) != []
+
+
+@pytest.mark.parametrize("deployment", SETTLED, ids=NAMES[: len(SETTLED)])
 def test_a_deployment_fills_in_run_name_and_a_config_that_its_form_takes(
     deployment: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -104,12 +105,21 @@ def digest_rows(rollouts: pa.Table, others: pa.Table) -> list[str]:
         rollouts: rows with the columns of `rollouts`, or of `evaluations`.
         others: rows of the same trajectories in the same order.
     """
-    facts = rollouts.select([name for name in ROLLOUT_COLUMNS if name not in _TOKEN_COLUMNS])
+    facts = rollouts.select([name for name in ROLLOUT_COLUMNS if name not in _TOKEN_COLUMNS]).to_pylist()
+    tokens = [_split_lists(rollouts[name], kind) for name, kind in _TOKEN_COLUMNS.items()]
     digests = []
-    for place, values in enumerate(zip(facts.to_pylist(), others.to_pylist(), strict=True)):
-        digest = hashlib.sha256(json.dumps([list(each.values()) for each in values]).encode())
-        for name, kind in _TOKEN_COLUMNS.items():
-            tokens = rollouts[name][place].values.to_numpy(zero_copy_only=False)
-            digest.update(np.ascontiguousarray(tokens, kind).tobytes())
+    for row in zip(facts, others.to_pylist(), *tokens, strict=True):
+        digest = hashlib.sha256(json.dumps([list(each.values()) for each in row[:2]]).encode())
+        for values in row[2:]:
+            digest.update(values)
         digests.append(digest.hexdigest())
     return digests
+
+
+def _split_lists(column: pa.ChunkedArray, kind: str) -> Iterator[bytes]:
+    """Yield the values of each row of a list column as bytes of a numpy type."""
+    for chunk in column.chunks:
+        offsets = chunk.offsets.to_numpy()
+        values = np.asarray(chunk.values.to_numpy(zero_copy_only=False), kind)
+        for start, end in pairwise(offsets.tolist()):
+            yield values[start:end].tobytes()

@@ -1,0 +1,110 @@
+"""The flows gate and promote: compare a candidate with the policy in production, ask a person, move the alias."""
+
+import asyncio
+from typing import Annotated
+
+from prefect import flow
+from prefect.flow_runs import apause_flow_run
+from prefect.input import RunInput
+from pydantic import Field
+
+from rollmill.flows.evaluate import evaluate
+from rollmill.flows.failure import one_error
+from rollmill.flows.policies.policy_gate import DEFAULT_ALIAS, PolicyGate
+from rollmill.flows.policies.promotion import check_passed, promote_policy, send_webhook
+from rollmill.flows.prefect_integration.progress import say
+from rollmill.tasks.look.tables.gate_table import describe_gate
+from rollmill.tasks.store.promotion.gate_record import GateRecord
+from rollmill.tasks.store.promotion.policy_alias import PolicyAlias
+
+Share = Annotated[float, Field(gt=0.0, lt=1.0)]
+Margin = Annotated[float, Field(gt=0.0)]
+# A person may answer after a weekend.
+APPROVAL_TIMEOUT_S = 7 * 86_400
+
+
+class Approval(RunInput):
+    """What a person is asked before a policy is promoted."""
+
+    approve: bool = Field(False, description="Promote the policy.")
+    approved_by: str = Field("", description="Your name, for the history.")
+    note: str = Field("", description="Why, for the history.")
+
+
+@flow(name="gate", flow_run_name="{candidate}", persist_result=False)
+async def gate(
+    candidate: str,
+    alias: str = DEFAULT_ALIAS,
+    against: str = "",
+    margin: Margin = 0.05,
+    error_rate: Share = 0.05,
+    min_reward: float | None = None,
+) -> GateRecord:
+    """Compare a candidate with the policy in production, and store the decision; evaluates what has no evaluation yet.
+
+    Args:
+        candidate: folder of an exported policy.
+        alias: alias that it is to have.
+        against: policy to compare with; empty: the one that the alias leads to.
+        margin: largest loss of reward that does not matter.
+        error_rate: probability, at most, that a policy passes that is worse by the margin or more.
+        min_reward: smallest mean reward of sampled answers that passes; none: any.
+
+    Returns:
+        The decision.
+
+    Raises:
+        GateError: the candidate is blocked.
+    """
+    with one_error():
+        compared = PolicyGate(candidate, alias, against, margin, error_rate, min_reward)
+        while missing := await asyncio.to_thread(compared.find_missing):
+            await evaluate(missing.run_name, missing.config, 0)
+        record = await asyncio.to_thread(compared.decide)
+        for line in describe_gate(record):
+            say(line)
+        check_passed(record)
+    return record
+
+
+@flow(name="promote", flow_run_name="{candidate}", persist_result=False)
+async def promote(
+    candidate: str,
+    alias: str = DEFAULT_ALIAS,
+    margin: Margin = 0.05,
+    error_rate: Share = 0.05,
+    min_reward: float | None = None,
+    webhook: str = "",
+) -> str:
+    """Gate a candidate, pause until a person approves it, then move the alias to it and send a webhook.
+
+    Args:
+        candidate: folder of an exported policy.
+        alias: alias to move.
+        margin: see the flow gate.
+        error_rate: see the flow gate.
+        min_reward: see the flow gate.
+        webhook: address that gets the move as JSON by POST; empty: none.
+
+    Returns:
+        What was done.
+
+    Raises:
+        GateError: the candidate is blocked, or the alias was moved while a person was asked.
+    """
+    with one_error():
+        record = await gate(candidate, alias, "", margin, error_rate, min_reward)
+        question = "\n\n".join(describe_gate(record))
+        form = Approval.with_initial_data(description=question)
+        answer = await apause_flow_run(wait_for_input=form, timeout=APPROVAL_TIMEOUT_S, key="approval")
+        if not answer.approve:
+            said = f"{candidate} was not approved; {alias} is as before"
+            say(said)
+            return said
+        place = PolicyAlias(alias)
+        moved = await asyncio.to_thread(promote_policy, candidate, place, answer.approved_by, answer.note)
+        said = f"{alias} is version {moved.version} of run {moved.run}, {moved.policy}"
+        say(said)
+        if webhook and (failure := await asyncio.to_thread(send_webhook, webhook, place, moved)):
+            say(failure)
+    return said

@@ -1,0 +1,152 @@
+"""Two policies on the same held-out prompts: pairs of rewards, and a test with a stated error rate."""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+import polars as pl
+
+from rollmill.tasks.look.tables.run_tables import MIN_NORMAL
+from rollmill.tasks.observe.metrics import ALL
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.held_out import count_held_out
+from rollmill.tasks.store.lineage.trained_rows import digest_rows
+from rollmill.tasks.store.promotion.gate_record import GateCheck
+from rollmill.tasks.store.reader import read, scan
+from rollmill.tasks.store.run.manifest import has_manifest, read_manifest
+
+PROMPT_KEYS = ("env", "example_id", "example", "repeat", "greedy")
+EVALUATION_COLUMNS = ("policy_version", "greedy", "reward", "components")
+
+
+@dataclass(frozen=True, slots=True)
+class PairedTest:
+    """Result of a test of paired differences; see `compare_pairs`."""
+
+    low: float
+    pass_rate: float
+    passed: bool
+
+
+def compare_pairs(differences: np.ndarray, span: float, margin: float, error_rate: float) -> PairedTest:
+    """Test that a candidate is less than `margin` worse: that the mean of paired differences is above -margin.
+
+    The bound `low` is that of Agresti and Min (Statistics in Medicine 24:729, 2005), one-sided: half a pair of each of the four outcomes
+    0/0, 0/1, 1/0 and 1/1 is added to the n pairs. With m = sum(d) / (n + 2) and v = (sum(d^2) + span^2) / (n + 2) - m^2 it is
+    m - z sqrt(max(v, w) / (n + 2)), z the normal quantile of 1 - error_rate. Here w = margin (span - margin) is the least variance of
+    answers that are right or wrong and lose by the margin: rare losses that the pairs happen to lack are no certainty. A candidate that
+    is worse by the margin or more passes with a probability of about error_rate at most. An equal one passes with the probability
+    `pass_rate` = Phi((margin - z sqrt(max(v, w) / (n + 2))) / sqrt(v / (n + 2))), which grows with the number of prompts.
+
+    Args:
+        differences: [n] candidate minus production, one for each prompt.
+        span: largest possible difference: 1 for rewards from 0 to 1.
+        margin: largest difference that does not matter, above 0.
+        error_rate: between 0 and 1.
+    """
+    n, z = len(differences) + 2, NormalDist().inv_cdf(1 - error_rate)
+    mean = float(differences.sum()) / n
+    variance = (float((differences**2).sum()) + span**2) / n - mean**2
+    error = z * math.sqrt(max(variance, margin * (span - margin)) / n)
+    pass_rate = NormalDist().cdf((margin - error) / math.sqrt(variance / n))
+    return PairedTest(mean - error, pass_rate, mean - error > -margin)
+
+
+def is_complete(run: RunFolder, version: int) -> bool:
+    """Return True if a run has a version's evaluation, with every held-out trajectory."""
+    if not has_manifest(run):
+        return False
+    n_rows: int = read(run, "evaluations", ["trajectory_id"], version=version).num_rows
+    return bool(n_rows) and n_rows == sum(count_held_out(read_manifest(run).config).values())
+
+
+def read_answers(run: RunFolder, version: int) -> pl.DataFrame:
+    """Read the mean reward of each prompt of an evaluation: of its greedy answer, and of its sampled ones.
+
+    Columns: those of PROMPT_KEYS, and reward; an answer without a reward counts as 0. `repeat` numbers prompts that are equal.
+    """
+    columns = ["env", "example_id", "example", "group", "greedy", "reward"]
+    by_prompt = (
+        scan(run, "evaluations", columns, version=version)
+        .with_columns(pl.col("reward").fill_nan(0.0))
+        .group_by("env", "example_id", "example", "group", "greedy")
+        .agg(pl.col("reward").mean())
+        .sort("group")
+        .collect()
+    )
+    equal = ["env", "example_id", "example", "greedy"]
+    return by_prompt.with_columns(pl.int_range(pl.len()).over(equal).alias("repeat")).drop("group")
+
+
+def has_same_prompts(first: pl.DataFrame, second: pl.DataFrame) -> bool:
+    """Return True if two results of `read_answers` are of the same prompts."""
+    return len(first) == len(second) == len(first.join(second, on=PROMPT_KEYS, how="semi"))
+
+
+def digest_evaluation(run: RunFolder, version: int) -> str:
+    """Return the SHA-256, 64 hex digits, of the rows of an evaluation: what was sampled, and the rewards."""
+    rows = read(run, "evaluations", version=version).sort_by("trajectory_id")
+    digests = digest_rows(rows, rows.select(list(EVALUATION_COLUMNS)))
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def make_checks(
+    candidate: pl.DataFrame, production: pl.DataFrame | None, margin: float, error_rate: float
+) -> list[GateCheck]:
+    """Compare two results of `read_answers` of the same prompts: sampled and greedy answers, over all and by environment."""
+    joined = candidate.rename({"reward": "a"})
+    if production is not None:
+        joined = joined.join(production.rename({"reward": "b"}), on=PROMPT_KEYS, maintain_order="left")
+    envs = joined["env"].unique().sort().to_list()
+    checks = []
+    for env in (ALL, *(envs if len(envs) > 1 else ())):
+        for greedy in (False, True):
+            rows = joined.filter(pl.col("greedy") == greedy, pl.lit(env == ALL) | (pl.col("env") == env))
+            if not rows.is_empty():
+                checks.append(_check(rows, env, "greedy" if greedy else "sampled", margin, error_rate))
+    return checks
+
+
+def _check(rows: pl.DataFrame, env: str, answers: str, margin: float, error_rate: float) -> GateCheck:
+    n, mean = len(rows), float(rows["a"].to_numpy().mean())
+    if "b" not in rows.columns:
+        return GateCheck(env=env, answers=answers, n=n, candidate=mean)
+    a, b = rows["a"].to_numpy(), rows["b"].to_numpy()
+    # Rewards of another range than 0 to 1 have larger differences.
+    span = max(1.0, float(max(a.max(), b.max()) - min(a.min(), b.min())))
+    tested = compare_pairs(a - b, span, margin, error_rate)
+    return GateCheck(
+        env=env,
+        answers=answers,
+        n=n,
+        candidate=mean,
+        production=float(b.mean()),
+        difference=float((a - b).mean()),
+        low=tested.low,
+        pass_rate=tested.pass_rate,
+        passed=tested.passed and n >= MIN_NORMAL,
+    )
+
+
+def explain_checks(checks: list[GateCheck], margin: float) -> list[str]:
+    """Return why each check that did not pass blocks the candidate, with a remedy."""
+    reasons = []
+    for each in checks:
+        if each.passed or each.difference is None or each.low is None:
+            continue
+        what = f"{each.answers} reward{'' if each.env == ALL else f' of {each.env}'}"
+        said = f"{what}: {each.difference:+.3f} against production"
+        if each.n < MIN_NORMAL:
+            reasons.append(
+                f"{said}, on {each.n} prompts: evaluate at least {MIN_NORMAL} (evaluate.n_prompts)"
+            )
+        elif each.difference <= -margin:
+            reasons.append(f"{said}, the margin is {margin:g}")
+        else:
+            reasons.append(
+                f"{said}, and it may be {each.low:+.3f}, the margin is {margin:g}: worse cannot be excluded; an equal policy passes "
+                f"with probability {each.pass_rate:.2f}, more prompts (evaluate.n_prompts) raise it"
+            )
+    return reasons

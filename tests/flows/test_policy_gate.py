@@ -1,0 +1,332 @@
+"""The gate between an exported policy and production, and the alias that is moved."""
+
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from json_receiver import receive_json
+from stored_policies import Rewards, begin_run, draw_rewards, make_policy, store_evaluation
+
+from rollmill.flows import cli
+from rollmill.flows.commands.policy_moves import gate_here
+from rollmill.flows.policies.policy_gate import PolicyGate
+from rollmill.flows.policies.promotion import promote_policy, roll_back
+from rollmill.tasks.errors import ConfigError, GateError, StoreError
+from rollmill.tasks.processes.launched_process import free_port
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.promotion.policy_alias import PolicyAlias
+
+GOOD, EQUAL, WORSE = draw_rewards(1, 600), draw_rewards(2, 600), draw_rewards(3, 600, drop=0.15)
+Command = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def workfolder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def rollmill(
+    workfolder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Command:
+    """Run `rollmill WORDS`; returns the exit status and what it prints."""
+
+    def run(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["rollmill", *words])
+        with pytest.raises(SystemExit) as end:
+            cli.run_command()
+        said = capsys.readouterr()
+        return int(end.value.code or 0), said.out + said.err
+
+    return run
+
+
+def promote(policy: RunFolder, alias: PolicyAlias, by: str = "a person") -> None:
+    gate_here(PolicyGate(policy.location, alias.location))
+    promote_policy(policy.location, alias, by)
+
+
+def test_an_equal_policy_is_promoted_and_rolled_back_by_commands(workfolder: Path, rollmill: Command) -> None:
+    first, second = make_policy(workfolder, "first", GOOD), make_policy(workfolder, "second", EQUAL)
+    assert rollmill("gate", first.location)[0] == 0
+    status, said = rollmill("promote", first.location, "--yes", "--by", "ada")
+    assert status == 0, said
+    assert Path("policies/production").resolve() == first.local
+
+    status, said = rollmill("gate", second.location, "--json")
+    found = json.loads(said)
+    assert (status, found["passed"], found["against"]["version"]) == (0, True, 1)
+    assert {(each["answers"], each["n"]) for each in found["checks"]} == {("sampled", 600), ("greedy", 600)}
+    assert len({found[each]["rows"] for each in ("candidate", "against")}) == 2
+    assert rollmill("promote", second.location, "--yes", "--note", "better words")[0] == 0
+    assert (
+        Path("policies/production/model.safetensors").read_bytes()
+        == second.local.joinpath("model.safetensors").read_bytes()
+    )
+
+    assert rollmill("rollback")[0] == 0
+    assert Path("policies/production").resolve() == first.local
+    status, said = rollmill("rollback")
+    assert (status, "no earlier policy" in said) == (2, True)
+    moves = json.loads(rollmill("history", "--json")[1])["moves"]
+    assert [each["action"] for each in moves] == ["rollback", "promote", "promote"]
+    assert [each["policy"] for each in moves] == [first.location, second.location, first.location]
+    assert (moves[1]["note"], moves[2]["approved_by"]) == ("better words", "ada")
+    assert moves[1]["gate"]["checks"] == found["checks"]
+
+
+def test_a_worse_policy_is_blocked_with_the_reason_and_not_promoted(
+    workfolder: Path, rollmill: Command
+) -> None:
+    first, worse = make_policy(workfolder, "first", GOOD), make_policy(workfolder, "worse", WORSE)
+    alias = PolicyAlias("policies/production")
+    promote(first, alias)
+    status, said = rollmill("gate", worse.location)
+    assert status == 1
+    assert "blocked" in said
+    assert "the margin is 0.05" in said
+    status, said = rollmill("promote", worse.location, "--yes")
+    assert status == 1
+    assert "is blocked: sampled reward: -0.1" in said
+    assert Path("policies/production").resolve() == first.local
+
+
+def test_a_policy_needs_a_gate_against_the_one_that_is_in_production_now(workfolder: Path) -> None:
+    first, second, third = (
+        make_policy(workfolder, name, draw_rewards(seed, 600)) for seed, name in enumerate(("a", "b", "c"))
+    )
+    alias = PolicyAlias("policies/production")
+    with pytest.raises(GateError, match="was not compared with no other policy"):
+        promote_policy(first.location, alias, "")
+    promote(first, alias)
+    gate_here(PolicyGate(second.location))
+    gate_here(PolicyGate(third.location))
+    promote_policy(second.location, alias, "")
+    with pytest.raises(GateError, match=f"was not compared with the policy in production, {second.location}"):
+        promote_policy(third.location, alias, "")
+    with pytest.raises(ConfigError, match="it is the policy that it would be compared with"):
+        gate_here(PolicyGate(second.location))
+
+
+def test_a_policy_whose_bytes_changed_is_neither_gated_nor_promoted_nor_rolled_back_to(
+    workfolder: Path,
+) -> None:
+    first, second = make_policy(workfolder, "first", GOOD), make_policy(workfolder, "second", EQUAL)
+    alias = PolicyAlias("policies/production")
+    promote(first, alias)
+    gate_here(PolicyGate(second.location))
+    weights = second.local / "model.safetensors"
+    before = weights.read_bytes()
+    weights.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    for act in (
+        lambda: promote_policy(second.location, alias, ""),
+        lambda: gate_here(PolicyGate(second.location)),
+    ):
+        with pytest.raises(
+            StoreError, match=r"model\.safetensors: its bytes are not those that were written"
+        ):
+            act()
+    weights.write_bytes(before)
+    promote_policy(second.location, alias, "")
+    (first.local / "model.safetensors").write_bytes(b"")
+    with pytest.raises(StoreError, match=r"model\.safetensors"):
+        roll_back(alias, "")
+    assert Path("policies/production").resolve() == second.local
+
+
+@pytest.mark.parametrize(("least", "passes"), [(0.55, True), (0.65, False)])
+def test_the_first_policy_is_held_to_thresholds_alone(workfolder: Path, least: float, passes: bool) -> None:
+    policy = make_policy(workfolder, "first", GOOD)
+    record = gate_here(PolicyGate(policy.location, min_reward=least))
+    assert (record.passed, record.against) == (passes, None)
+
+
+def test_an_undecided_comparison_is_blocked_and_says_how_likely_that_was(workfolder: Path) -> None:
+    few = draw_rewards(1, 100), draw_rewards(2, 100)
+    first, second = (make_policy(workfolder, name, each) for name, each in zip(("a", "b"), few, strict=True))
+    promote(first, PolicyAlias("policies/production"))
+    record = gate_here(PolicyGate(second.location))
+    assert not record.passed
+    assert "worse cannot be excluded; an equal policy passes with probability 0." in record.reasons[0]
+
+
+@pytest.mark.parametrize("change", ["no evaluation", "other settings", "other prompts", "half an evaluation"])
+def test_what_cannot_be_compared_is_evaluated_as_the_candidate_was(workfolder: Path, change: str) -> None:
+    settings = {"rollout": {"temperature": 0.5}} if change == "other settings" else {}
+    first = make_policy(workfolder, "first", None, **settings)
+    run = RunFolder(workfolder / "runs" / "first")
+    if change != "no evaluation":
+        begin_run_again(run, **settings)
+        part = Rewards(GOOD.greedy[:300], GOOD.sampled[:300]) if change == "half an evaluation" else GOOD
+        store_evaluation(run, part, first_prompt=1000 if change == "other prompts" else 0)
+    second = make_policy(workfolder, "second", EQUAL)
+    gate = PolicyGate(second.location, against=first.location)
+    missing = gate.find_missing()
+    assert missing is not None
+    assert missing.config.model == first.location
+    assert missing.config.evaluate.n_prompts == 600
+    assert missing.config.rollout.temperature == 1.0
+
+    made = RunFolder(f"{missing.config.store.root}/{missing.run_name}")
+    assert made.local.parent == workfolder / "runs"
+    begin_run(made, first.local, 600, 4)
+    store_evaluation(made, GOOD, version=0)
+    assert PolicyGate(second.location, against=first.location).find_missing() is None
+    record = gate_here(PolicyGate(second.location, against=first.location))
+    assert record.against is not None
+    assert (record.against.evaluated_in, record.against.evaluated_version) == (made.location, 0)
+
+
+def begin_run_again(run: RunFolder, **settings: object) -> None:
+    """Write run.json of a run of 600 held-out prompts."""
+    run.local.joinpath("run.json").unlink()
+    begin_run(run, run.local.parent.parent / "model", 600, 4, **settings)
+
+
+def test_without_a_terminal_or_approval_nothing_is_promoted(
+    workfolder: Path, rollmill: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_policy(workfolder, "first", GOOD)
+    gate_here(PolicyGate(first.location))
+    with Path(os.devnull).open() as nothing:
+        monkeypatch.setattr("sys.stdin", nothing)
+        status, said = rollmill("promote", first.location)
+    assert status == 2
+    assert "--yes" in said
+    assert not Path("policies/production").exists()
+
+
+def test_a_webhook_is_sent_after_the_move_and_its_failure_undoes_nothing(
+    workfolder: Path, rollmill: Command
+) -> None:
+    first, second = make_policy(workfolder, "first", GOOD), make_policy(workfolder, "second", EQUAL)
+    gate_here(PolicyGate(first.location))
+    with receive_json() as receiver:
+        status, _ = rollmill("promote", first.location, "--yes", "--webhook", f"{receiver.url}/moved")
+        ((path, _, body),) = receiver.received
+        assert (status, path, body["policy"], body["action"]) == (0, "/moved", first.location, "promote")
+        receiver.status = 500
+        gate_here(PolicyGate(second.location))
+        calls = {
+            receiver.url: ("promote", second.location, "--yes"),
+            f"http://127.0.0.1:{free_port()}": ("rollback",),
+        }
+        for url, words in calls.items():
+            status, said = rollmill(*words, "--webhook", url)
+            assert status == 0
+            assert f"the webhook {url} failed, and policies/production is moved" in said
+    assert Path("policies/production").resolve() == first.local
+
+
+def test_something_else_of_the_aliass_name_is_left_alone(workfolder: Path) -> None:
+    first = make_policy(workfolder, "first", GOOD)
+    Path("policies/production").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="it is no alias of Rollmill"):
+        gate_here(PolicyGate(first.location))
+    Path("policies/other").symlink_to(first.local)
+    with pytest.raises(ConfigError, match="it is no alias of Rollmill"):
+        PolicyAlias("policies/other").current()
+
+
+def test_a_damaged_record_is_named(workfolder: Path) -> None:
+    first = make_policy(workfolder, "first", GOOD)
+    alias = PolicyAlias("policies/production")
+    promote(first, alias)
+    (record,) = Path("policies/.history/production").glob("*/record.json")
+    record.write_bytes(record.read_bytes().replace(b"a person", b"b person"))
+    with pytest.raises(StoreError, match=r"record\.json is damaged"):
+        alias.current()
+
+
+def move_back_and_forth(policies: tuple[str, str], location: str) -> None:
+    """Promote both policies in turn, until the process is killed."""
+    alias = PolicyAlias(location)
+    for policy in (each for _ in range(10_000) for each in policies):
+        promote_policy(policy, alias, "")
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_the_alias_leads_to_one_whole_policy(workfolder: Path) -> None:
+    """Each is gated against the other, and the process that promotes them in turn is killed 25 times."""
+    both = make_policy(workfolder, "first", GOOD), make_policy(workfolder, "second", EQUAL)
+    alias, draw = PolicyAlias("policies/production"), random.Random(0)
+    promote(both[0], alias)
+    for a, b in (both, both[::-1]):
+        assert gate_here(PolicyGate(a.location, against=b.location)).passed
+    next_two = (both[1].location, both[0].location)
+    context, n_moves = multiprocessing.get_context("fork"), 1
+    for _ in range(25):
+        process = context.Process(target=move_back_and_forth, args=(next_two, alias.location))
+        process.start()
+        time.sleep(draw.uniform(0.0, 0.15))
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        moves = list(alias.history())
+        assert len(moves) >= n_moves
+        n_moves = len(moves)
+        policy = Path("policies/production").resolve()
+        assert str(policy) == moves[0][1].policy
+        assert policy in (both[0].local, both[1].local)
+        assert (policy / "model.safetensors").stat().st_size == 2000
+        # Each move was from the other policy.
+        assert all(a[1].policy != b[1].policy for a, b in itertools.pairwise(moves))
+        other = next(each for each in both if each.local != policy)
+        next_two = (other.location, str(policy))
+    assert n_moves > 10
+    promote_policy(next_two[0], alias, "")
+
+
+@pytest.mark.slow
+def test_an_alias_on_s3_is_one_object_and_two_that_move_it_at_once_do_not_both(
+    workfolder: Path, s3_root: str
+) -> None:
+    from rollmill.tasks.store.s3.s3_files import open_objects
+
+    location = f"{s3_root}/policies/production"
+    names = ("first", "second")
+    there = []
+    for name, rewards in zip(names, (GOOD, EQUAL), strict=True):
+        policy = make_policy(workfolder, name, rewards)
+        there.append(f"{s3_root}/{name}")
+        for path in policy.local.iterdir():
+            open_objects(RunFolder(there[-1])).upload(path, path.name)
+    alias = PolicyAlias(location)
+    for each in there:
+        gate_here(PolicyGate(each, location))
+        promote_policy(each, alias, "")
+    assert [record.policy for _, record in alias.history()] == there[::-1]
+    roll_back(alias, "")
+    current = alias.current()
+    assert current is not None
+    assert current.policy == there[0]
+
+    def move_meanwhile(previous: str) -> object:
+        roll = PolicyAlias(location)
+        roll.move(lambda key: current.model_copy(update={"previous": key, "note": "the other's"}))
+        return current.model_copy(update={"previous": previous, "note": "ours"})
+
+    with pytest.raises(StoreError, match=r"another process moved .* at the same time"):
+        alias.move(move_meanwhile)  # type: ignore[arg-type]  # a record too
+    assert next(record.note for _, record in alias.history()) == "the other's"
+
+
+def test_gates_of_other_rewards_than_right_and_wrong_use_their_range(workfolder: Path) -> None:
+    scaled = [Rewards(10 * each.greedy, 10 * each.sampled) for each in (GOOD, EQUAL)]
+    first, second = (
+        make_policy(workfolder, name, each) for name, each in zip(("a", "b"), scaled, strict=True)
+    )
+    records = [gate_here(PolicyGate(second.location, against=first.location, margin=m)) for m in (0.05, 0.5)]
+    assert [each.passed for each in records] == [False, True]
+    lows = np.array([each.low for each in records[1].checks], float)
+    assert np.all(lows > -0.5)
