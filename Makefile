@@ -24,6 +24,7 @@ REHEARSAL := $(addprefix tests/, serve/test_gpus.py sync/test_nccl_link.py sync/
 UV := .venv/bin/uv
 MAIN_STAMP := .venv/.complete
 VLLM_STAMP := .venv-vllm/.complete
+OPENENV_STAMP := .venv-openenv/.complete
 
 # A machine with an NVIDIA GPU gets the CUDA builds, any other the CPU build of vLLM, without three packages
 # that exist for CUDA only and are not needed.
@@ -50,10 +51,10 @@ quickstart: setup  ## set everything up, then run the main job; ARGS="--set seed
 deploy: setup  ## create the work pool and all deployments of prefect.yaml on the Prefect server
 	@.venv/bin/rollmill deploy $(ARGS)
 
-test: setup test-packages  ## all tests but the long products of cases
+test: setup $(OPENENV_STAMP) test-packages  ## all tests but the long products of cases
 	@.venv/bin/pytest $(SIDE_BY_SIDE) 2 $(ARGS)
 
-test-all: setup test-packages  ## all tests
+test-all: setup $(OPENENV_STAMP) test-packages  ## all tests
 	@.venv/bin/pytest $(SIDE_BY_SIDE) 2 -m "" $(ARGS)
 
 rehearsal: setup  ## what can be tried of a GPU without one: devices, memory, NCCL links, bfloat16, planted faults
@@ -74,8 +75,18 @@ bench-full: setup  ## all benchmarks and those of peers, in about two hours
 
 clean:  ## stop the Prefect server, remove environments and caches; runs/ and models/ stay
 	@if [ -x .venv/bin/rollmill ]; then .venv/bin/rollmill down || true; fi
-	rm -rf .venv .venv-vllm .rollmill/peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-vllm .venv-openenv .rollmill/peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find flows tasks tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+# OpenEnv's server, which tests start: its pins conflict with those of verifiers. Its web page, made with gradio, is not needed.
+$(OPENENV_STAMP): constraints-openenv.txt | $(MAIN_STAMP)
+	@echo "installing the OpenEnv server of the tests in .venv-openenv"
+	@[ -x .venv-openenv/bin/python ] || $(UV) venv --quiet --python .venv/bin/python .venv-openenv
+	@printf 'gradio ; sys_platform == "never"\n' >.venv-openenv/absent.txt
+	@$(pass_find_links); \
+	$(UV) pip install --quiet --python .venv-openenv --constraint constraints-openenv.txt \
+	  --override .venv-openenv/absent.txt openenv
+	@touch $@
 
 # What tests start besides the environments: sandboxes, a browser, and what a cluster has.
 test-packages:

@@ -42,6 +42,7 @@ from rollmill.tasks.rollout.environment import (
     WarmUp,
     environment_library,
     make_environment,
+    needs_worker,
 )
 from rollmill.tasks.rollout.environment_calls import check_environment, check_environment_name, state_columns
 from rollmill.tasks.rollout.environments.verifiers.loading import check_installed, parse_state_columns
@@ -162,15 +163,15 @@ def _open_environment(config: RunConfig, n_groups: int) -> tuple[Environment, Ep
         check_prompts(environment, config.rollout, config.evaluate.n_prompts, n_groups)
         return environment, episode
 
-    if ":" not in config.rollout.environment:
+    if ":" not in config.rollout.environment and not needs_worker(config.rollout):
         return open_it()
-    # Code of the user may block. A daemon thread does not keep this process from ending then.
+    # Code or a server of the user may block. A daemon thread does not keep this process from ending then.
     opened: Future[tuple[Environment, Episode]] = Future()
     threading.Thread(target=_fill, args=(opened, open_it), name="preflight-environment", daemon=True).start()
     if not wait([opened], config.start_timeout_s).done:
         remedy = (
             f"its first problem was not opened within start_timeout_s = {config.start_timeout_s:g} s: its module, its constructor, "
-            "or example, episode or reply blocks"
+            "example, episode or reply blocks, or a server does not answer"
         )
         raise ConfigError("rollout.environment", config.rollout.environment, remedy)
     return opened.result()

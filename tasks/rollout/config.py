@@ -209,7 +209,7 @@ class RolloutConfig(StageConfig):
     )
     environment_args: str = setting(
         "",
-        'Arguments of a verifiers environment: a JSON object, such as {"taskset": {"split": "train"}}.',
+        'Arguments of an environment that others wrote (verifiers, openenv, nemo_gym): a JSON object, such as {"url": "http://host:8000"}.',
         fixed=True,
     )
     prompts: PromptsConfig = setting(PromptsConfig(), "The data set of the environment `prompts`.")
@@ -310,7 +310,7 @@ class RolloutConfig(StageConfig):
     )
     env_workers: int = setting(
         0,
-        "Worker processes of the environment; 0: it runs in the flow's process, an agent or a verifiers environment in one worker.",
+        "Worker processes of the environment; 0: it runs in the flow's process, one that others wrote in one worker.",
         ge=0,
         le=4096,
     )
@@ -336,9 +336,9 @@ class RolloutConfig(StageConfig):
         le=YEAR_S,
     )
 
-    @field_validator("chat_template_kwargs", mode="before")
+    @field_validator("chat_template_kwargs", "environment_args", mode="before")
     @classmethod
-    def _write_template_arguments(cls, given: object) -> object:
+    def _write_arguments(cls, given: object) -> object:
         return _write_object(given)
 
     @field_validator("chat_template_kwargs")

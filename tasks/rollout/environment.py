@@ -168,6 +168,8 @@ ENVIRONMENTS: Mapping[str, str] = {
     "calculator": "rollmill.tasks.rollout.environments.calculator:Calculator",
     "guess": "rollmill.tasks.rollout.environments.guess:Guess",
     "prompts": "rollmill.tasks.rollout.environments.prompts:Prompts",
+    "openenv": "rollmill.tasks.rollout.environments.openenv_environment:OpenEnv",
+    "nemo_gym": "rollmill.tasks.rollout.environments.nemo_gym_environment:NemoGym",
     "shell": "rollmill.tasks.rollout.environments.shell:Shell",
 }
 
@@ -187,8 +189,8 @@ def environment_library(config: RolloutConfig) -> str:
 
 
 def needs_worker(config: RolloutConfig) -> bool:
-    """Return True if the environment runs in worker processes alone: one of a library, or one that serves an endpoint."""
-    return bool(environment_library(config)) or config.environment == "agent"
+    """Return True if the environment runs in worker processes alone: one of a library, or with programs or servers of others."""
+    return bool(environment_library(config)) or config.environment in ("agent", "openenv", "nemo_gym")
 
 
 def make_environment(config: RolloutConfig) -> Environment:

@@ -51,7 +51,7 @@ async def open_environment(
 ) -> AsyncIterator[Environment]:
     """Open the configured environment: in worker processes that end with this context, or in this process.
 
-    There are `rollout.env_workers` processes. With 0 the environment is in this process; an agent or an environment of a library
+    There are `rollout.env_workers` processes. With 0 the environment is in this process; one that others wrote (`needs_worker`)
     then gets one process. Arguments as for `EnvironmentPool`.
 
     Raises:

@@ -80,7 +80,7 @@ class PolicyEndpoint:
             responses_wire.check_request(body)
             before = self._find_response(body)
             said = await ask(chat_wire.check_request(responses_wire.chat_request(body, before)))
-            response = responses_wire.response(said, body)
+            response = responses_wire.response(responses_wire.output_items(said.message), said.counts, body)
             self._responses[response["id"]] = [
                 *before,
                 *responses_wire.input_messages(body["input"]),

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from rollmill.tasks.errors import EpisodeError
+from rollmill.tasks.rollout.environment import TokenCounts
 from rollmill.tasks.rollout.environments.endpoint.chat_wire import (
     MODEL,
-    Said,
     Wire,
     check_form,
     new_id,
@@ -111,9 +111,9 @@ def _chat_tool(tool: Wire) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def response(said: Said, body: Wire) -> dict[str, Any]:
-    """Return the response to a request `body` whose output is the policy's message."""
-    n_input, n_output = said.counts
+def response(output: Sequence[Wire], counts: TokenCounts, body: Wire) -> dict[str, Any]:
+    """Return the response to a request `body` with these items of output."""
+    n_input, n_output = counts
     return {
         "id": new_id("resp"),
         "object": "response",
@@ -124,7 +124,7 @@ def response(said: Said, body: Wire) -> dict[str, Any]:
         "incomplete_details": None,
         "instructions": body.get("instructions"),
         "metadata": {},
-        "output": output_items(said.message),
+        "output": list(output),
         "parallel_tool_calls": True,
         "previous_response_id": body.get("previous_response_id"),
         "temperature": None,

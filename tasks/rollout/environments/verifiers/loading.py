@@ -13,10 +13,12 @@ from typing import Any
 
 from rollmill.tasks.errors import ConfigError, LibraryError, SchemaError
 from rollmill.tasks.rollout.environment import Split, is_held_out
+from rollmill.tasks.rollout.environments.arguments import FIELD as ARGUMENTS_FIELD
+from rollmill.tasks.rollout.environments.arguments import parse_arguments
 from rollmill.tasks.store.environment_states import check_columns
 
 PREFIX = "verifiers:"
-FIELD, ARGUMENTS_FIELD = "rollout.environment", "rollout.environment_args"
+FIELD = "rollout.environment"
 SELECT, HELD_OUT = "select", "held_out"
 INSTALL = "pip install 'rollmill[verifiers]'"
 CHAT_PLUGIN = "rollmill_chat"
@@ -41,23 +43,6 @@ def check_installed(name: str, arguments: str) -> None:
     task_sets = Path(library.submodule_search_locations[0], "v1", "tasksets")
     if not (task_sets / module).exists() and find_spec(module) is None:
         raise ConfigError(FIELD, name, _NOT_INSTALLED)
-
-
-def parse_arguments(text: str) -> Mapping[str, Any]:
-    """Parse the setting rollout.environment_args, a JSON object; an empty text gives an empty mapping.
-
-    Raises:
-        ConfigError: the text is not a JSON object.
-    """
-    try:
-        arguments = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
-        raise ConfigError(ARGUMENTS_FIELD, text, f"give a JSON object ({error})") from error
-    if not isinstance(arguments, dict):
-        raise ConfigError(
-            ARGUMENTS_FIELD, text, 'give a JSON object, such as {"taskset": {"split": "train"}}'
-        )
-    return arguments
 
 
 def load_environments(name: str, arguments: Mapping[str, Any]) -> Mapping[Split, Any]:

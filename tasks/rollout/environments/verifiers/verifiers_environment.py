@@ -13,6 +13,7 @@ from typing import Any, Self
 from rollmill.tasks.errors import ConfigError, EpisodeError
 from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.rollout.environment import Example, Split
+from rollmill.tasks.rollout.environments.arguments import parse_arguments
 from rollmill.tasks.rollout.environments.endpoint.chat_wire import MODEL, Said, Wire
 from rollmill.tasks.rollout.environments.endpoint.policy_endpoint import PolicyEndpoint
 from rollmill.tasks.rollout.environments.endpoint.requesting_episode import (
@@ -26,7 +27,6 @@ from rollmill.tasks.rollout.environments.verifiers.loading import (
     library_versions,
     load_environments,
     offers_tools,
-    parse_arguments,
     parse_state_columns,
     read_state_values,
     select_tasks,
