@@ -1,13 +1,14 @@
 """The gate between an exported policy and production, and the alias that is moved."""
 
-import itertools
 import json
 import multiprocessing
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,8 @@ from rollmill.tasks.store.promotion.policy_alias import PolicyAlias
 
 GOOD, EQUAL, WORSE = draw_rewards(1, 600), draw_rewards(2, 600), draw_rewards(3, 600, drop=0.15)
 Command = Callable[..., tuple[int, str]]
+FILE_OPERATIONS = {"open", "os.mkdir", "os.symlink", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+"""Names of Python's audit events, which come before the operation."""
 
 
 @pytest.fixture
@@ -248,43 +251,88 @@ def test_a_damaged_record_is_named(workfolder: Path) -> None:
         alias.current()
 
 
-def move_back_and_forth(policies: tuple[str, str], location: str) -> None:
-    """Promote both policies in turn, until the process is killed."""
+def promote_in_turn(policies: tuple[str, ...], location: str) -> None:
+    """Promote policies one after the other."""
     alias = PolicyAlias(location)
-    for policy in (each for _ in range(10_000) for each in policies):
+    for policy in policies:
         promote_policy(policy, alias, "")
 
 
-@pytest.mark.slow
-def test_killed_at_any_moment_the_alias_leads_to_one_whole_policy(workfolder: Path) -> None:
-    """Each is gated against the other, and the process that promotes them in turn is killed 25 times."""
+def promote_and_die(policy: str, location: str, n_operations: int) -> None:
+    """Promote a policy, and be killed before a file operation: the one after so many others."""
+    left, folder = n_operations, str(Path(location).parent)
+
+    def count(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal left
+        if event in FILE_OPERATIONS and any(folder in str(each) for each in arguments):
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+
+    sys.addaudithook(count)
+    promote_in_turn((policy,), location)
+
+
+def run_in_fork(call: Callable[..., None], *arguments: object, killed_after_s: float | None = None) -> int:
+    """Call a function in a forked process; returns its exit code, -9 if it was killed."""
+    process = multiprocessing.get_context("fork").Process(target=call, args=arguments)
+    process.start()
+    if killed_after_s is not None:
+        time.sleep(killed_after_s)
+        process.kill()
+    process.join()
+    return process.exitcode or 0
+
+
+@pytest.fixture
+def either(workfolder: Path) -> tuple[RunFolder, RunFolder]:
+    """Two policies, each of which may replace the other; the first is in production."""
     both = make_policy(workfolder, "first", GOOD), make_policy(workfolder, "second", EQUAL)
-    alias, draw = PolicyAlias("policies/production"), random.Random(0)
-    promote(both[0], alias)
+    promote(both[0], PolicyAlias("policies/production"))
     for a, b in (both, both[::-1]):
         assert gate_here(PolicyGate(a.location, against=b.location)).passed
-    next_two = (both[1].location, both[0].location)
-    context, n_moves = multiprocessing.get_context("fork"), 1
-    for _ in range(25):
-        process = context.Process(target=move_back_and_forth, args=(next_two, alias.location))
-        process.start()
-        time.sleep(draw.uniform(0.0, 0.15))
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        moves = list(alias.history())
-        assert len(moves) >= n_moves
-        n_moves = len(moves)
-        policy = Path("policies/production").resolve()
-        assert str(policy) == moves[0][1].policy
-        assert policy in (both[0].local, both[1].local)
-        assert (policy / "model.safetensors").stat().st_size == 2000
-        # Each move was from the other policy.
-        assert all(a[1].policy != b[1].policy for a, b in itertools.pairwise(moves))
-        other = next(each for each in both if each.local != policy)
-        next_two = (other.location, str(policy))
-    assert n_moves > 10
-    promote_policy(next_two[0], alias, "")
+    return both
+
+
+def other_policy(either: tuple[RunFolder, RunFolder]) -> str:
+    """Check that the alias leads to one of two whole policies, by a history of moves between them; returns the other one."""
+    moves = [record for _, record in PolicyAlias("policies/production").history()]
+    policy = Path("policies/production").resolve()
+    assert str(policy) == moves[0].policy
+    assert (policy / "model.safetensors").stat().st_size == 2000
+    assert all(a.policy != b.policy for a, b in pairwise(moves))
+    (other,) = (each for each in either if each.local != policy)
+    return other.location
+
+
+@pytest.mark.slow
+def test_killed_before_any_file_operation_the_alias_leads_to_one_whole_policy(
+    either: tuple[RunFolder, RunFolder],
+) -> None:
+    location = str(Path("policies/production").absolute())
+    codes = []
+    while not codes or codes[-1] == -signal.SIGKILL:
+        codes.append(run_in_fork(promote_and_die, other_policy(either), location, len(codes)))
+    assert codes[-1] == 0
+    assert len(codes) > 8
+    promote_policy(other_policy(either), PolicyAlias(location), "")
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_the_alias_leads_to_one_whole_policy(
+    either: tuple[RunFolder, RunFolder],
+) -> None:
+    draw = random.Random(0)
+    for _ in range(15):
+        other = other_policy(either)
+        (before,) = (each.location for each in either if each.location != other)
+        in_turn = (other, before) * 1000
+        killed_after_s = draw.uniform(0.0, 0.2)
+        assert (
+            run_in_fork(promote_in_turn, in_turn, "policies/production", killed_after_s=killed_after_s)
+            == -signal.SIGKILL
+        )
+    other_policy(either)
 
 
 @pytest.mark.slow

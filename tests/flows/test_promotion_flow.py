@@ -1,6 +1,8 @@
-"""The flow promote pauses until a person answers in Prefect; killed meanwhile, nothing is moved."""
+"""The flow gate evaluates what has no evaluation; the flow promote pauses until a person answers in Prefect."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import patient
+import polars as pl
 import pytest
 from stored_policies import draw_rewards, make_policy
 
 from rollmill.flows.policies.policy_gate import PolicyGate
 from rollmill.flows.policies.promotion import promote_policy
 from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.lineage.lineage_writer import write_lineage
 from rollmill.tasks.store.promotion.policy_alias import PolicyAlias
 
 pytestmark = pytest.mark.service
@@ -102,3 +106,40 @@ def test_killed_between_gate_and_alias_nothing_is_moved_and_the_gate_is_kept(
     assert [record.policy for _, record in alias.history()] == [first.location]
     promote_policy(second.location, alias, "")
     assert Path("policies/production").resolve() == second.local
+
+
+def test_policies_without_an_evaluation_are_evaluated_under_the_candidates_settings_once(
+    workplace: Any, stub_python: str
+) -> None:
+    """The servers are stubs whose answers are all alike, so the policies are equal."""
+    settings = ("--set", f"serve.python={stub_python}", "--set", "evaluate.n_prompts=64")
+    done = workplace.run("evaluate", "small", "--name", "candidate", *settings)
+    assert done.returncode == 0, done.stdout
+    runs = workplace.folder / "runs"
+    (model,) = (each for each in (workplace.folder / "models").iterdir() if each.is_dir())
+    shutil.copytree(runs / "candidate", runs / "production")
+    shutil.rmtree(runs / "production" / "evaluations")
+    for name in ("candidate", "production"):
+        policy = runs / name / "policies" / "version=000000"
+        shutil.copytree(model, policy)
+        (policy / "name.txt").write_text(name)
+        write_lineage(policy, RunFolder(runs / name), 0, model)
+
+    words = (
+        "gate",
+        "runs/candidate/policies/version=000000",
+        "--against",
+        "runs/production/policies/version=000000",
+    )
+    gated = workplace.run(*words)
+    assert gated.returncode == 0, gated.stdout
+    assert "passed: " in gated.stdout
+    (made,) = runs.glob("gate-*")
+    n_rows = len(pl.scan_ipc(made / "evaluations/**/*.arrow").collect())
+    assert n_rows == 128
+    again = workplace.run(*words, "--json", "--min-reward", "2")
+    assert again.returncode == 1
+    found = json.loads(again.stdout)
+    assert found["reasons"][0].endswith("at least 2 is required")
+    assert (found["against"]["evaluated_in"], found["against"]["evaluated_version"]) == (str(made), 0)
+    assert {path.name for path in runs.iterdir()} == {"candidate", "production", made.name}
