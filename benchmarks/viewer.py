@@ -26,6 +26,7 @@ from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.filesystem import Files, open_files
 from rollmill.tasks.store.folders import RunFolder, partition_folder
 from rollmill.tasks.store.run.writable_run import OpenRun
+from rollmill.tasks.store.segments import SEGMENT_COLUMNS
 from rollmill.tasks.store.shards.shard import write_shard
 from rollmill.tasks.store.shards.shard_names import ShardName
 
@@ -77,6 +78,7 @@ class MadeUpStep:
             "policy_version_first": np.full(n, step, np.int32),
             "policy_version_last": np.full(n, step, np.int32),
             "messages": [_messages(group) for group in self._of_group.tolist()],
+            **dict.fromkeys(("message_segments", *SEGMENT_COLUMNS), [[]] * n),  # one segment, as most have
             "example": ['{"problem": "1 + 17"}'] * n,
             "outcome": ["{}"] * n,
             "version_span_starts": [[1]] * n,
