@@ -1,4 +1,4 @@
-"""How long does it take to look at a long run? `rollmill inspect`, one column and five queries, of 1,000 steps x 512 made-up rows.
+"""How long does it take to look at a long run? `rollmill inspect`, one column and six queries, of 1,000 steps x 512 made-up rows.
 
 The run is stored on this disk, and on an S3 server in a separate process (moto's, which answers one request at a time).
 Each step's partition has one shard, as after its compaction. `inspect` is the whole command, from its start to its
@@ -83,7 +83,10 @@ def rows_of_step(step: int) -> Iterator[tuple[str, pa.RecordBatch]]:
     yield partition_folder("batches", where), make_rows("batches", n, step, **ids)
     names = ["train/updated", "time/step_s", "drops/trajectories"]
     names += [f"stage/metric_{i}" for i in range(N_METRICS - len(names))]
-    yield partition_folder("metrics", where), make_rows("metrics", N_METRICS, step, name=names)
+    yield (
+        partition_folder("metrics", where),
+        make_rows("metrics", N_METRICS, step, name=names, env=["all"] * N_METRICS),
+    )
     if step % EVALUATE_EVERY == 0:
         held_out = {
             "policy_version": np.full(2 * N_PROMPTS, step),
@@ -152,10 +155,10 @@ def one_column(folder: RunFolder, steps: int) -> None:
 
 
 def slowest_query(folder: RunFolder) -> float:
-    """Largest of the median wall times of the five questions of docs/queries.md."""
+    """Largest of the median wall times of the six questions of docs/queries.md."""
     page = (Path(__file__).parents[1] / "docs" / "queries.md").read_text()
     questions = re.findall(r"^```sql\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert len(questions) == 5
+    assert len(questions) == 6
     return max(seconds(partial(open_run(folder.location).sql, each)) for each in questions)
 
 
