@@ -10,7 +10,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,9 +135,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, prefect_api: str, tied_model
     trainer = start_trainer()
     server = StubVllmServer(tied_model, ROLLOUT_S)
     with serve(server, ports[1]):
-        runs = Runs(
-            tmp_path, config, environment | QUIET_TERMINAL | SHORT_RETRIES | {"PREFECT_API_URL": prefect_api}
-        )
+        own = {"PREFECT_API_URL": prefect_api, "PYTHONPATH": str(Path(__file__).parents[1] / "servers")}
+        runs = Runs(tmp_path, config, environment | QUIET_TERMINAL | SHORT_RETRIES | own)
         try:
             found = Place(config, server, runs, start_trainer, trainer)
             asyncio.run(found.trainer(lambda client: client.wait_until_healthy(DEADLINE_S, trainer)))
@@ -274,19 +273,21 @@ def check_each_once(place: Place, name: str, snapshots: list[dict[str, pl.DataFr
             assert after.sort(key).equals(before.sort(key)), dataset
 
 
-def run_with_kills(place: Place, name: str, n_kills: int, chance: random.Random) -> None:
+def run_with_kills(
+    place: Place, name: str, n_kills: int, chance: random.Random, overrides: Sequence[str] = ()
+) -> None:
     folder, server = place.folder(name), place.server
     snapshots: list[dict[str, pl.DataFrame]] = []
     acknowledged: list[tuple[int, set[Asked]]] = []
     for _ in range(n_kills):
-        pid = place.runs.start(name)
+        pid = place.runs.start(name, overrides=overrides)
         moment = moment_of(folder, chance)
         wait_for(moment, pid)
         os.kill(pid, signal.SIGKILL)
         assert place.runs.ended() == -signal.SIGKILL
         snapshots.append({dataset: rows(folder, dataset) for dataset in KEPT})
         acknowledged.append((len(server.asked), read_requests(folder)))
-    place.finish(name)
+    place.finish(name, *overrides)
     check_each_once(place, name, snapshots)
     held_out = {each.seed for each in read_requests(folder) if each.version}
     for first, before in acknowledged:
@@ -313,6 +314,22 @@ def test_a_run_killed_again_and_again_is_the_run_that_never_was(
     run_with_kills(place, name, n_kills, random.Random(n_kills))
     check_same(place, name)
     assert place.weights(tmp_path) == whole, "the updates are not those of a run never killed"
+
+
+@pytest.mark.parametrize("n_kills", [4, pytest.param(20, marks=pytest.mark.long)])
+def test_trajectories_of_several_segments_are_kept_and_trained_on_once_whenever_the_flow_is_killed(
+    place: Place, n_kills: int, tmp_path: Path
+) -> None:
+    overrides = ("rollout.environment=segment_environments:Segments", "score.scorer=environment")
+    whole, killed = f"segments-{n_kills}", f"killed-segments-{n_kills}"
+    place.finish(whole, *overrides)
+    weights = place.weights(tmp_path / "whole")
+    segments = rows(place.folder(whole), "rollouts")["segment_starts"].list.len()
+    # A compacting episode has three, one with a sub-agent has two.
+    assert set(segments) == {2, 3}
+    run_with_kills(place, killed, n_kills, random.Random(n_kills), overrides)
+    check_same(place, killed, whole)
+    assert place.weights(tmp_path / "killed") == weights
 
 
 def test_an_attached_trainer_that_dies_is_awaited_and_loads_what_the_folder_has(

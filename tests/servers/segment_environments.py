@@ -4,6 +4,7 @@ All ask for sums of two-digit numbers, as `addition` does, and reward the share 
 """
 
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -90,6 +91,41 @@ class RewritingEpisode(Asking):
         if self.n_asked == 2:
             return Conversation((*messages[:-1], Message("assistant", f"0{result}"), self.ask(result, 10)))
         return ()
+
+
+class Segments(Addition):
+    """A third of its problems compact, call a sub-agent, and rewrite; the reward is of the answers' letters, so that any policy has spread."""
+
+    name = "segments"
+
+    def episode(self, example: Example, seed: int) -> Asking:
+        kinds = (LetteredCompacting, LetteredSubAgent, LetteredRewriting)
+        return kinds[zlib.crc32(example.example_id.encode()) % len(kinds)](example, seed)
+
+
+class Lettered(Asking):
+    """Rewards the letters of the answers instead of the sums."""
+
+    n_letters = 0
+
+    def take(self, messages: Sequence[Message]) -> int:
+        self.n_letters += sum(messages[-1].content.encode())
+        return super().take(messages)
+
+    async def close(self) -> Mapping[str, object]:
+        return {"reward": self.n_letters % 7 / 7}
+
+
+class LetteredCompacting(Lettered, CompactingEpisode):
+    pass
+
+
+class LetteredSubAgent(Lettered, SubAgentEpisode):
+    pass
+
+
+class LetteredRewriting(Lettered, RewritingEpisode):
+    pass
 
 
 class Compacting(Addition):
