@@ -83,6 +83,8 @@ def test_the_alias_moves_when_a_person_approves_it(
     with promoting(prefect_api, second) as process:
         run = wait_for_pause(prefect_api, second, process)
         assert Path("policies/production").resolve() == first.local
+        question = patient.get(f"{prefect_api}/flow_runs/{run}/input/paused-approval-description").json()
+        assert question.startswith(f"passed: {second.location} against {first.location}")
         answer = {"approve": approve, "approved_by": "ada", "note": "read ten answers"}
         done = patient.post(f"{prefect_api}/flow_runs/{run}/resume", json={"run_input": answer})
         assert done.json()["status"] == "ACCEPT", done.text

@@ -55,7 +55,7 @@ def describe_gate(record: GateRecord) -> Sequence[str]:
         )
     if record.against:
         lines.append(
-            f"a policy that is worse by {record.margin:g} or more passes with probability {record.error_rate:g} at most"
+            f"a policy that is worse by {record.margin:g} or more passes with a probability of about {record.error_rate:g} at most"
         )
     return [*lines, *record.reasons]
 
