@@ -25,6 +25,7 @@ DEPLOYED = (
     "rollmill.flows.collect",
     "rollmill.flows.evaluate",
     "rollmill.flows.post_train",
+    "rollmill.flows.promote",
     "rollmill.flows.rescore",
     "rollmill.flows.retrain",
 )
