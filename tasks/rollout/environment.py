@@ -118,9 +118,15 @@ class Environment(Protocol):
         stop: texts of one token each that end the policy's turn like an end of sequence; they stay in the message.
     """
 
-    name: str
-    tools: Sequence[Mapping[str, object]]
-    stop: Sequence[str]
+    # Properties, so that a class attribute of a narrower type, such as tools = (), fits.
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, object]]: ...
+
+    @property
+    def stop(self) -> Sequence[str]: ...
 
     def size(self, split: Split) -> int:
         """Return the number of problems in a split."""
