@@ -27,6 +27,8 @@ PLACEHOLDER = "rollmill"
 """Written in place of the policy's message where only what follows it is wanted."""
 # Templates may write a message's text as JSON or trimmed, but keep such a word as it is.
 _WORD = re.compile("[A-Za-z0-9]+")
+# A message without these has no thoughts, whose ends are written as <...> or [...].
+_MARKUP = "<["
 
 Tools: TypeAlias = Sequence[Mapping[str, object]]
 """JSON schemas of what the policy may call."""
@@ -246,8 +248,8 @@ class ChatTokenizer:
         marked, marks = list(messages), list[tuple[Message, str]]()
         for i, each in enumerate(messages[first:], first):
             begin, end = f"{mark}x{i}b", f"{mark}x{i}e"
-            if each.role == "assistant":
-                # Templates leave out earlier thoughts, with which such a message begins.
+            if each.role == "assistant" and any(sign in each.content for sign in _MARKUP):
+                # Templates leave out earlier thoughts, with which such a message may begin.
                 begin = ""
             if each.content:
                 marked[i] = replace(each, content=f"{begin} {each.content} {end}".lstrip())

@@ -404,6 +404,15 @@ def test_a_message_of_the_opening_that_the_template_cuts_is_named(load: Load, cu
         load(form).encode((Message("user", "please guess"),))
 
 
+@pytest.mark.parametrize("cut", ["[7:]", "[:-7]"], ids=["beginning", "end"])
+def test_an_answer_in_the_opening_that_the_template_cuts_is_named(load: Load, cut: str) -> None:
+    text = f"{{% for each in messages %}}{{{{ each.content{cut} if each.role == 'assistant' else each.content }}}}|{{% endfor %}}"
+    form = Form(text, ("<|im_end|>",) * 2, "", "")
+    opening = (Message("user", "please guess"), Message("assistant", "it is three"), Message("user", "again"))
+    with pytest.raises(EpisodeError, match="leaves out text of a message of role assistant"):
+        load(form).encode(opening)
+
+
 def test_a_template_that_leaves_out_earlier_messages_is_refused(load: Load) -> None:
     form = Form("{{ messages[-1].content }}", ("<|im_end|>",) * 2, "", "")
     with pytest.raises(ConfigError, match="leaves out the policy's messages"):
