@@ -280,6 +280,11 @@ class RescoreConfig(FlowConfig):
     score: ScoreConfig = setting(ScoreConfig(), "Scoring.")
     first_step: int = setting(0, "First step to score.", ge=0, basic=True)
     last_step: int = setting(-1, "Last step to score; -1: the last stored one.", ge=-1, basic=True)
+    where: str = setting(
+        "",
+        "Condition in SQL on the stored groups to score, such as `env = 'addition'` (docs/rescoring.md has the columns); empty: all.",
+        basic=True,
+    )
     evaluations: bool = setting(False, "Also score stored held-out trajectories.", basic=True)
     redo_failed: bool = setting(False, "Score again what the scorer failed on.", basic=True)
     max_failed_share: float = setting(

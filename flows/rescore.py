@@ -83,7 +83,8 @@ class Rescoring:
         self._check()
         if not total:
             numbers = [step.step for step in steps]
-            which = f"stored trajectory of steps {min(numbers)} to {max(numbers)}"
+            chosen = f" of the groups where {self._config.where}" if self._config.where else ""
+            which = f"stored trajectory{chosen} of steps {min(numbers)} to {max(numbers)}"
             say(f"scores/scorer={self.scorer} is complete: every {which} has its score")
             return
         with count_progress(self.scorer, total) as self._advance:

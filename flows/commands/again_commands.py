@@ -18,6 +18,12 @@ def rescore(
         str, typer.Option(help="Registered name, or package.module:attribute; default: the run's own.")
     ] = "",
     steps: Annotated[str, typer.Option(metavar="A:B", help="Only steps A to B - 1.")] = "",
+    where: Annotated[
+        str,
+        typer.Option(
+            metavar="SQL", help="Condition on the stored groups to score, such as: env = 'addition'."
+        ),
+    ] = "",
     evaluations: Annotated[
         bool, typer.Option("--evaluations", help="Score stored held-out trajectories too.")
     ] = False,
@@ -32,7 +38,13 @@ def rescore(
 
     folder = find_run(run)
     config = rescore_config(
-        folder, tuple(overrides or ()), scorer, steps, evaluations=evaluations, redo_failed=redo_failed
+        folder,
+        tuple(overrides or ()),
+        scorer,
+        steps,
+        where,
+        evaluations=evaluations,
+        redo_failed=redo_failed,
     )
     rescore_here(folder, config)
 

@@ -42,6 +42,7 @@ def rescore_config(
     overrides: Sequence[str],
     scorer: str = "",
     steps: str = "",
+    where: str = "",
     *,
     evaluations: bool = False,
     redo_failed: bool = False,
@@ -53,6 +54,7 @@ def rescore_config(
         overrides: key=value.
         scorer: name or import path; empty: that of the settings.
         steps: "A:B" for steps A to B - 1; either may be left out; empty: all.
+        where: condition in SQL on the groups to score; empty: all.
         evaluations: score held-out trajectories too.
         redo_failed: score again what the scorer failed on.
 
@@ -65,10 +67,14 @@ def rescore_config(
         # A scorer by name replaces a weighted sum of scorers.
         values["score"] = values["score"] | {"scorer": scorer, "sum": []}
     if stored.get("environments") and not scorer and not values["score"].get("scorer"):
-        remedy = "the environments of the run have different scorers, which cannot score its rows again together; name one for all rows"
+        remedy = (
+            "the environments of the run have different scorers, which cannot score its rows again together; name one, "
+            "for all rows or for those that --where chooses"
+        )
         raise ConfigError("--scorer", "", remedy)
     values |= _parse_steps(steps) | ({"evaluations": True} if evaluations else {})
     values |= {"redo_failed": True} if redo_failed else {}
+    values |= {"where": where} if where else {}
     values["store"] = values["store"] | {"root": store_root(folder)}
     with name_override(folder, overrides):
         return parse_settings(RescoreConfig, apply_overrides(values, overrides))

@@ -1,11 +1,14 @@
 """The trajectories of a run that a scorer has not scored yet, step by step, read from the run's folder."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from rollmill.flows.config import RescoreConfig
 from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.look.tables.run_frames import RunFrames
 from rollmill.tasks.score.scoring import Scoring
 from rollmill.tasks.score.stored_scores import (
     SCORING_COLUMNS,
@@ -15,16 +18,26 @@ from rollmill.tasks.score.stored_scores import (
 )
 from rollmill.tasks.score.terms import resolve_terms
 from rollmill.tasks.store.folders import RunFolder
-from rollmill.tasks.store.reader import list_steps, read
-from rollmill.tasks.store.rows import Rows, column_values, rows_from_table, rows_where
+from rollmill.tasks.store.reader import list_scorers, list_steps, read
+from rollmill.tasks.store.rows import (
+    Rows,
+    column_values,
+    concat_rows,
+    rows_from_table,
+    rows_where,
+    rows_where_in,
+    rows_without,
+)
 
+# The columns of a group in a condition that are by a scorer.
+_REWARDS = re.compile("reward|n_scored", re.IGNORECASE)
 SCORES = ("group", "trajectory_id", "status", "error")
 IDS = ("group", "sample", "trajectory_id", "status")
 
 
 @dataclass(frozen=True, slots=True)
 class UnscoredStep:
-    """Counts of the trajectories of one step that a scorer has scored and has not scored.
+    """Counts of the chosen trajectories of one step that a scorer has scored and has not scored.
 
     Attributes:
         dataset: holds the trajectories.
@@ -49,13 +62,16 @@ class UnscoredStep:
 
 
 def check_rescoring(folder: RunFolder, config: RescoreConfig) -> None:
-    """Raise ConfigError for a scorer that cannot be loaded, a group scorer of held-out trajectories, or bounds without a step.
+    """Refuse a scorer that cannot be loaded, a choice of held-out trajectories that is not possible, or one without any trajectory.
 
     Raises:
         ConfigError: names the setting.
     """
     if resolve_terms(config.score).by_group and config.evaluations:
         remedy = "held-out trajectories are scored one by one, and this scorer compares the trajectories of a group"
+        raise ConfigError("evaluations", True, remedy)
+    if config.where and config.evaluations:
+        remedy = "held-out trajectories are in no group that `where` could choose; rescore them without it"
         raise ConfigError("evaluations", True, remedy)
     if not _list_steps(folder, config):
         stored = list_steps(folder, "rollouts")
@@ -64,6 +80,8 @@ def check_rescoring(folder: RunFolder, config: RescoreConfig) -> None:
         raise ConfigError(
             "--steps", config.first_step, f"{bounds}; {folder.location} has rollouts of {there_are}"
         )
+    if config.where and not _find_groups(folder, config):
+        raise ConfigError("where", config.where, f"no group of {folder.location} meets it")
 
 
 def is_rescored(folder: RunFolder, config: RescoreConfig) -> bool:
@@ -78,7 +96,7 @@ class UnscoredRows:
 
     Args:
         folder: of the run.
-        config: bounds of the steps, and whether failed scores are replaced.
+        config: bounds of the steps, the condition that groups meet, and whether failed scores are replaced.
         scoring: the scorer.
     """
 
@@ -94,7 +112,9 @@ class UnscoredRows:
 
         A failed score that is to be replaced counts as none. The default columns are those that a scorer reads.
         """
-        rows = rows_from_table(read(self._folder, step.dataset, columns, **_partition(step)))
+        rows = self._select(
+            step, rows_from_table(read(self._folder, step.dataset, columns, **_partition(step)))
+        )
         scored = self._split_scores(step, SCORES)[0]
         return groups_to_score(
             rows, set(column_values(scored, "trajectory_id")), whole=self._group_sizes(step)
@@ -102,7 +122,16 @@ class UnscoredRows:
 
     def read_kept_scores(self, step: UnscoredStep) -> tuple[Rows, int]:
         """Return a step's scores that are kept, with all columns, and the number of its scores that are to be replaced."""
-        return self._split_scores(step, None)
+        kept, others, n_stale = self._split_scores(step, None)
+        return concat_rows(kept, others), n_stale
+
+    @cached_property
+    def _chosen(self) -> Mapping[int, set[int]]:
+        return _find_groups(self._folder, self._config)
+
+    def _select(self, step: UnscoredStep, rows: Rows) -> Rows:
+        """Return the rows of a step's groups that meet the condition."""
+        return rows_where_in(rows, "group", self._chosen.get(step.step, ())) if self._config.where else rows
 
     def _count(self, step: UnscoredStep) -> UnscoredStep:
         scores = self._split_scores(step, SCORES)[0]
@@ -115,14 +144,24 @@ class UnscoredRows:
             first_error=str(next(iter(column_values(failed, "error")), "")),
         )
 
-    def _split_scores(self, step: UnscoredStep, columns: Sequence[str] | None) -> tuple[Rows, int]:
+    def _split_scores(self, step: UnscoredStep, columns: Sequence[str] | None) -> tuple[Rows, Rows, int]:
+        """Return a step's scores that are kept, those of groups that were not chosen, and the number of scores to replace."""
         rollouts = rows_from_table(read(self._folder, step.dataset, IDS, **_partition(step)))
         stored = read(self._folder, step.scores, columns, scorer=self._scoring.key, step=step.step)
-        scores = rows_from_table(stored)
+        every = rows_from_table(stored)
+        scores = self._select(step, every)
         kept = scores_to_keep(
-            rollouts, scores, whole=self._group_sizes(step), redo_failed=self._config.redo_failed
+            self._select(step, rollouts),
+            scores,
+            whole=self._group_sizes(step),
+            redo_failed=self._config.redo_failed,
         )
-        return kept, scores.num_rows - kept.num_rows
+        others = (
+            rows_without(every, "group", self._chosen.get(step.step, ()))
+            if self._config.where
+            else every.slice(0, 0)
+        )
+        return kept, others, scores.num_rows - kept.num_rows
 
     def _group_sizes(self, step: UnscoredStep) -> dict[int, int] | None:
         """Return how many survivors each finished group needs to be scored, by group number, for a group scorer.
@@ -149,6 +188,18 @@ def _list_steps(folder: RunFolder, config: RescoreConfig) -> list[UnscoredStep]:
         for step in list_steps(folder, dataset)
         if step >= config.first_step and (config.last_step < 0 or step <= config.last_step)
     ]
+
+
+def _find_groups(folder: RunFolder, config: RescoreConfig) -> Mapping[int, set[int]]:
+    """Return the groups that meet the condition, by step; its rewards are those that the run trains on.
+
+    Raises:
+        ConfigError: it is no condition, or has rewards and the run does not say by which scorer.
+    """
+    known = list_scorers(folder)
+    # Without rewards any will do: a run with several scorers need not say which one it trains on.
+    scorer = known[0] if known and not _REWARDS.search(config.where) else ""
+    return RunFrames([folder], scorer).find_groups("where", config.where)
 
 
 def _partition(step: UnscoredStep) -> dict[str, int]:

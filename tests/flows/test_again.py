@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from rollmill.tasks.rollout.chat_tokenizer import CHARACTERS
 from rollmill.tasks.score.scorers.built_in import AdditionScorer
+from rollmill.tasks.store import reader
 from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import RunFolder
@@ -44,8 +45,8 @@ def scan(run: Path, dataset: str) -> pl.DataFrame:
     return pl.scan_ipc(files).collect() if files else pl.DataFrame()
 
 
-def make_rollouts(step: int) -> pa.RecordBatch:
-    """A step's rollouts: answers of 1 to 8 tokens to the prompt 1+1=."""
+def make_rollouts(step: int, envs: Sequence[str]) -> pa.RecordBatch:
+    """A step's rollouts: answers of 1 to 8 tokens to the prompt 1+1=; the groups are of these environments in turn."""
     rng, kind = np.random.default_rng(step), dataset_schema("rollouts")
     numbers = [(group, sample) for group in range(GROUPS) for sample in range(GROUP_SIZE)]
     answers = [rng.integers(2, 2 + 10, rng.integers(1, 9)) for _ in numbers]
@@ -62,7 +63,7 @@ def make_rollouts(step: int) -> pa.RecordBatch:
         "group": [step * GROUPS + group for group, _ in numbers],
         "sample": [sample for _, sample in numbers],
         "trajectory_id": ids,
-        "env": ["addition"] * len(numbers),
+        "env": [envs[group % len(envs)] for group, _ in numbers],
         "example": ['{"problem": "1+1=", "answer": "2"}'] * len(numbers),
         "temperature": [1.0] * len(numbers),
         "status": ["failed" if each == FAILED else "complete" for each in ids],
@@ -119,7 +120,7 @@ def empty(dataset: str) -> pa.RecordBatch:
     return pa.RecordBatch.from_pylist([], schema=dataset_schema(dataset))
 
 
-async def write_source(folder: Path) -> None:
+async def write_source(folder: Path, envs: Sequence[str] = ("addition",)) -> None:
     """A run that has sampled and trained three steps, with scores by short@1."""
     opened = OpenRun.open(
         RunFolder(folder),
@@ -136,7 +137,7 @@ async def write_source(folder: Path) -> None:
     with opened as run:
         async with run.writer:
             for step in range(STEPS):
-                rollouts = make_rollouts(step)
+                rollouts = make_rollouts(step, envs)
                 await run.writer.append("rollouts", rollouts, step=step)
                 await run.writer.append("scores", make_scores(rollouts), scorer=SHORT, step=step)
                 await run.writer.append("groups", make_groups(step), step=step)
@@ -145,9 +146,10 @@ async def write_source(folder: Path) -> None:
 
 
 @pytest.fixture
-def source(workplace: Any) -> Path:
+def source(request: pytest.FixtureRequest, workplace: Any) -> Path:
+    """The run; a test may give the environments of its groups as the fixture's parameter."""
     folder = Path(workplace.folder) / "runs" / "source"
-    asyncio.run(write_source(folder))
+    asyncio.run(write_source(folder, getattr(request, "param", ("addition",))))
     workplace.environment["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     )
@@ -192,6 +194,35 @@ def test_a_killed_rescoring_resumes_and_scores_every_survivor_once(workplace: An
     row = next(line for line in resumed.stdout.splitlines() if line.startswith("│ slow@1"))
     assert row.replace("│", "").split() == ["slow@1", f"{scores['reward'].mean():.4f}", str(N - 1), "0", "0"]
     assert "is complete" in again.stdout
+
+
+@pytest.mark.parametrize("source", [("addition", "guess")], indirect=True)
+def test_the_rows_of_one_environment_are_rescored_alone_and_what_others_have_stays(
+    workplace: Any, source: Path
+) -> None:
+    failed = workplace.run(
+        "rescore", "source", "--scorer", "mended_scorer:FailingScorer", "--set", "max_failed_share=1"
+    )
+    words = ("rescore", "source", "--scorer", "mended_scorer:MendedScorer", "--redo-failed")
+    wrong = workplace.run(*words, "--where", "env = 'calculator'")
+    redone = workplace.run(*words, "--where", "env = 'guess'")
+    again = workplace.run(*words, "--where", "env = 'guess'")
+    alone = workplace.run(
+        "rescore", "source", "--scorer", "slow_scorer:SlowScorer", "--where", "env = 'guess'"
+    )
+
+    assert failed.returncode == redone.returncode == alone.returncode == 0, redone.stdout
+    assert wrong.returncode != 0
+    assert "no group of" in wrong.stdout
+    assert "is complete: every stored trajectory of the groups where env = 'guess'" in again.stdout
+    # A plain scan still has the failed scores that were replaced.
+    scores = reader.scan(RunFolder(source), "scores", scorer="mended@1").collect()
+    by_status = {status: {group % 2 for group in of["group"]} for (status,), of in scores.group_by("status")}
+    assert by_status == {"failed": {0}, "scored": {1}}
+    assert len(scores) == N - 1
+    slow = scan(source, "scores/scorer=slow@1")
+    assert len(slow) == N // 2
+    assert {group % 2 for group in slow["group"]} == {1}
 
 
 def test_a_rescoring_that_fails_throughout_ends_with_status_1_until_it_is_redone(

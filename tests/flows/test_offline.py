@@ -63,6 +63,15 @@ def test_a_scorer_of_groups_is_refused_for_held_out_trajectories(run: RunFolder)
         check_rescoring(run, rescore_config(run, judge, scorer="ruler", evaluations=True))
 
 
+def test_a_choice_of_groups_is_refused_for_held_out_trajectories_and_may_be_given_by_an_option(
+    run: RunFolder,
+) -> None:
+    config = rescore_config(run, [], where="env = 'addition'", evaluations=True)
+    assert config.where == "env = 'addition'"
+    with pytest.raises(ConfigError, match="in no group that `where` could choose"):
+        check_rescoring(run, config)
+
+
 def test_bounds_without_any_step_are_refused(run: RunFolder) -> None:
     with pytest.raises(ConfigError, match="no step is from first_step = 5 to last_step = 2"):
         check_rescoring(run, rescore_config(run, [], steps="5:3"))
