@@ -65,6 +65,29 @@ class Echo(Environment[Said, Hint, State]):
         return State()
 
 
+class Digits(Environment[Said, Hint, State]):
+    """Two messages, each worth a tenth for every digit that it has."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._n_left = 2
+
+    def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> Hint:
+        self._n_left = 2
+        return Hint(text=f"{seed}+1=")
+
+    def step(self, action: Said, timeout_s: float | None = None, **_: Any) -> Hint:
+        self._n_left -= 1
+        reward = len({each for each in action.message if each.isdigit()}) / 10
+        return Hint(text="+1=", reward=reward, done=not self._n_left)
+
+    @property
+    def state(self) -> State:
+        return State()
+
+
 class Shop(MCPEnvironment):
     """Its tools are those of a server of the Model Context Protocol; a price is worth a reward."""
 
@@ -98,4 +121,5 @@ class Shop(MCPEnvironment):
 
 guess = create_app(GuessingGame, Guess, Hint, max_concurrent_envs=2)
 echo = create_app(Echo, Said, Hint, max_concurrent_envs=2)
+digits = create_app(Digits, Said, Hint, max_concurrent_envs=8)
 shop = create_app(Shop, CallToolAction, CallToolObservation, max_concurrent_envs=2)
