@@ -156,6 +156,23 @@ async def test_the_server_runs_the_tools_of_a_session_and_verifies_the_response(
     assert response["usage"]["total_tokens"] == 141
 
 
+@pytest.mark.slow
+async def test_the_response_is_one_of_openais_which_servers_check(make: Make) -> None:
+    from openai.types.responses import Response  # its import takes two seconds
+
+    server = Counters()
+    async with server.serve() as url:
+        episode, _ = await start(make(url))
+        await say(episode, CALL % ("increment_counter", '{"count": 3}'))
+        assert await say(episode, "it is 6") == []
+        await episode.close()
+    response = server.verified[0]["response"]
+    # NeMo Gym adds the answers of tools to the items that OpenAI's have.
+    items = [each for each in response["output"] if each["type"] != "function_call_output"]
+    checked = Response.model_validate({**response, "output": items})
+    assert [each.type for each in checked.output] == ["function_call", "message"]
+
+
 async def test_the_policys_mistakes_are_answers_and_no_path_of_the_server(make: Make) -> None:
     server = Counters()
     async with server.serve() as url:

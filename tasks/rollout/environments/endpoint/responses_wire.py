@@ -133,7 +133,7 @@ def response(output: Sequence[Wire], counts: TokenCounts, body: Wire) -> dict[st
         "top_p": None,
         "usage": {
             "input_tokens": n_input,
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": n_output,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": n_input + n_output,
