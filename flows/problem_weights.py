@@ -4,6 +4,7 @@ import polars as pl
 
 from rollmill.flows.config import RunConfig
 from rollmill.flows.environments import environment_configs, name_environment
+from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.sql_query import check_weight, refuse_changing, run_query
 from rollmill.tasks.store.run.problem_history import Floats
 
@@ -38,6 +39,8 @@ def weigh_problems(weight: str, problems: pl.DataFrame) -> Floats:
     """Return the weight of each problem; raises ConfigError for one that is no number of at least 0."""
     query = f"select ({weight}\n)::double as weight, problem, visits from problems order by problem"
     found = run_query(WEIGHT, weight, query, {"problems": problems.lazy})
+    if found.columns != ["weight", "problem", "visits"]:
+        raise ConfigError(WEIGHT, weight, "give one number")
     for value, problem, visits in found.iter_rows():
         check_weight(WEIGHT, weight, value, f"problem {problem}, which has {visits} visits so far")
     return found["weight"].to_numpy()

@@ -166,6 +166,7 @@ async def test_a_group_of_weight_0_is_never_drawn_and_counted(source: RunFolder)
         ({"order_by": "rewards"}, r'retrain.order_by = .*"rewards" not found'),
         ({"order_by": "random()"}, r"retrain.order_by = .*random would give other values"),
         ({"weight": "1 - step"}, None),
+        ({"weight": "1) as a, (2"}, r"retrain.weight = .*give one number"),
         ({"weight": "-1"}, r"retrain.weight = .*it is -1.0 for group 0 of step 0"),
         ({"weight": "null"}, r"retrain.weight = .*it is None for group"),
         ({"weight": "1 / (step - step)"}, r"retrain.weight = .*it is (inf|None|nan)"),

@@ -236,6 +236,14 @@ def test_a_draw_has_no_problem_twice_and_those_of_weight_0_last(
     assert drawn == draw_problems(np.array(weights), n, [1, 2], frozenset(without & set(range(len(weights)))))
 
 
+@pytest.mark.parametrize("weights", [[1e308] * 4, [1e10, 1e-320, 1e-320, 0.0], [0.0] * 4, [1e-310] * 4])
+def test_weights_of_any_size_draw_as_many_as_asked(weights: list[float]) -> None:
+    drawn = draw_problems(np.array(weights), 3, [1])
+    assert len(set(drawn)) == 3
+    assert set(drawn) <= set(range(4))
+    assert weights[drawn[0]] == max(weights)
+
+
 def test_the_chance_of_the_first_problem_is_its_weight() -> None:
     weights = np.array([1.0, 2.0, 0.0, 5.0])
     counts = Counter(draw_problems(weights, 2, [seed])[0] for seed in range(4_000))
@@ -251,6 +259,7 @@ def test_the_chance_of_the_first_problem_is_its_weight() -> None:
         ("reward_std", "it is None for problem 0, which has 0 visits so far; give a number of at least 0"),
         ("coalesce(reward_std, -1)", "it is -1.0 for problem 0"),
         ("coalesce(reward_std, 1e999)", "infin|inf for problem|out of range"),
+        ("1) as weight, (2", "give one number"),
         ("random()", "random would give other values each time the run is resumed"),
         ("spread", 'Referenced column "spread" not found'),
         ("1)) from problems --", "syntax error|Parser Error"),

@@ -12,6 +12,7 @@ from rollmill.tasks.rollout.environments.endpoint.chat_wire import (
     chat_completion,
     completion_events,
     continues,
+    has_usage,
     message_from_wire,
     refuse_sampling_settings,
 )
@@ -100,10 +101,31 @@ def test_settings_that_change_nothing_are_accepted() -> None:
 
 def test_a_stream_equals_the_completion() -> None:
     completion = chat_completion(Said(assistant_message(CALL, 0), TokenCounts(7, 2)), "trace")
-    lines = [line for line in completion_events(completion).decode().split("\n\n") if line]
+    lines = [line for line in completion_events(completion, with_usage=True).decode().split("\n\n") if line]
     first, last, usage = (json.loads(line.removeprefix("data: ")) for line in lines[:-1])
     called = completion["choices"][0]["message"]["tool_calls"][0]
     assert first["choices"][0]["delta"]["tool_calls"] == [{"index": 0, **called}]
     assert last["choices"][0]["finish_reason"] == "tool_calls"
     assert (usage["choices"], lines[-1]) == ([], "data: [DONE]")
     assert usage["usage"] == {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
+
+
+@pytest.mark.parametrize(
+    ("options", "is_asked"),
+    [
+        (None, False),
+        ({}, False),
+        ({"include_usage": False}, False),
+        ("all", False),
+        ({"include_usage": True}, True),
+    ],
+)
+def test_only_a_stream_that_asks_for_usage_has_an_event_without_a_choice(
+    options: object, is_asked: bool
+) -> None:
+    completion = chat_completion(Said(assistant_message("12", 0), TokenCounts(7, 2)), "trace")
+    asked = has_usage({"stream": True, "stream_options": options})
+    events = completion_events(completion, with_usage=asked).decode().split("\n\n")
+    chunks = [json.loads(each.removeprefix("data: ")) for each in events if each and "[DONE]" not in each]
+    assert asked is is_asked
+    assert any(not each["choices"] for each in chunks) is is_asked

@@ -162,7 +162,10 @@ class RunFrames:
         refuse_changing(field, weight)
         query = f'select location, step, "group", ({weight}\n)::double from ({_GROUPS}) order by all'
         found: dict[tuple[str, int, int], float] = {}
-        for location, step, group, value in self._run(field, weight, query, reads_files=False).iter_rows():
+        rows = self._run(field, weight, query, reads_files=False)
+        if rows.width != 4:
+            raise ConfigError(field, weight, "give one number")
+        for location, step, group, value in rows.iter_rows():
             of = f"group {group} of step {step} of {location}"
             found[location, step, group] = check_weight(field, weight, value, of)
         return found

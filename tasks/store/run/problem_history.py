@@ -151,10 +151,12 @@ def draw_problems(
     """
     random = np.random.default_rng(seed)
     left = np.setdiff1d(np.arange(len(weights)), np.fromiter(without, np.int64, len(without)))
-    of_weight = left[weights[left] > 0]
+    # Divided by the largest first: the sum of large weights may be infinite, and a share that is too small for a number is 0.
+    shares = weights / max(weights[left].max(initial=0.0), np.finfo(np.float64).tiny)
+    shares = shares / max(shares[left].sum(), 1.0)
+    of_weight, others = left[shares[left] > 0], left[shares[left] == 0]
     some = min(n, len(of_weight))
-    p = weights[of_weight] / weights[of_weight].sum() if some else None
+    p = shares[of_weight] / shares[of_weight].sum() if some else None
     chosen = random.choice(of_weight, some, replace=False, p=p) if some else of_weight
-    others = left[weights[left] == 0]
     rest = random.choice(others, n - some, replace=False) if n > some else others[:0]
     return [*map(int, chosen), *map(int, rest)]

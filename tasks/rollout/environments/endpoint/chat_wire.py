@@ -261,15 +261,22 @@ def chat_completion(said: Said, request_id: str) -> dict[str, Any]:
     }
 
 
-def completion_events(completion: Wire) -> bytes:
-    """Encode a chat completion as server-sent events: the message in one event, then finish reason, then usage."""
+def has_usage(body: Wire) -> bool:
+    """Return True if a request asks for a last event with the token counts, which has no choice; other clients read choices[0]."""
+    options = body.get("stream_options")
+    return isinstance(options, Mapping) and bool(options.get("include_usage"))
+
+
+def completion_events(completion: Wire, *, with_usage: bool) -> bytes:
+    """Encode a chat completion as server-sent events: the message in one event, then finish reason, then usage if asked for."""
     choice = completion["choices"][0]
     calls = [{"index": i, **call} for i, call in enumerate(choice["message"].get("tool_calls") or ())]
     delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
     shared = {**completion, "object": "chat.completion.chunk", "usage": None}
-    chunks = (
+    chunks = [
         {**shared, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
         {**shared, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
-        {**shared, "choices": [], "usage": completion["usage"]},
-    )
+    ]
+    if with_usage:
+        chunks.append({**shared, "choices": [], "usage": completion["usage"]})
     return write_events(chunks, named=False) + b"data: [DONE]\n\n"

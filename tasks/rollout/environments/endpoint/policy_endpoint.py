@@ -3,6 +3,7 @@
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, Self
 
 import msgspec
@@ -72,7 +73,8 @@ class PolicyEndpoint:
             completion = chat_wire.chat_completion(said, chat_wire.new_id("chatcmpl"))
         except EpisodeError as error:
             return self._refuse(error, {"error": {"message": str(error), "type": "invalid_request_error"}})
-        return _answer(body, completion, chat_wire.completion_events)
+        events = partial(chat_wire.completion_events, with_usage=chat_wire.has_usage(body))
+        return _answer(body, completion, events)
 
     async def _respond(self, request: web.Request) -> web.Response:
         try:
