@@ -41,6 +41,7 @@ def weigh_problems(weight: str, problems: pl.DataFrame) -> Floats:
     found = run_query(WEIGHT, weight, query, {"problems": problems.lazy})
     if found.columns != ["weight", "problem", "visits"]:
         raise ConfigError(WEIGHT, weight, "give one number")
-    for value, problem, visits in found.iter_rows():
+    is_right = pl.col("weight").is_finite() & (pl.col("weight") >= 0)
+    for value, problem, visits in found.filter(~is_right.fill_null(False)).head(1).iter_rows():
         check_weight(WEIGHT, weight, value, f"problem {problem}, which has {visits} visits so far")
     return found["weight"].to_numpy()

@@ -149,14 +149,14 @@ def draw_problems(
         seed: of the draw.
         without: problems that are not drawn.
     """
-    random = np.random.default_rng(seed)
-    left = np.setdiff1d(np.arange(len(weights)), np.fromiter(without, np.int64, len(without)))
-    # Divided by the largest first: the sum of large weights may be infinite, and a share that is too small for a number is 0.
-    shares = weights / max(weights[left].max(initial=0.0), np.finfo(np.float64).tiny)
-    shares = shares / max(shares[left].sum(), 1.0)
-    of_weight, others = left[shares[left] > 0], left[shares[left] == 0]
-    some = min(n, len(of_weight))
-    p = shares[of_weight] / shares[of_weight].sum() if some else None
-    chosen = random.choice(of_weight, some, replace=False, p=p) if some else of_weight
-    rest = random.choice(others, n - some, replace=False) if n > some else others[:0]
-    return [*map(int, chosen), *map(int, rest)]
+    # Each problem rings after an exponential time whose rate is its weight: the order in which they ring is that of such draws
+    # (Efraimidis and Spirakis, Weighted random sampling with a reservoir, 2006). Those of weight 0 ring at infinity.
+    times = np.random.default_rng(seed).exponential(size=len(weights))
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        # Divided by the largest, so that weights of any size give numbers.
+        rings = times / (weights / (weights.max(initial=0.0) or 1.0))
+    is_left = np.ones(len(weights), bool)
+    is_left[list(without)] = False
+    left = np.flatnonzero(is_left)
+    drawn = left[np.lexsort((times[left], rings[left]))[:n]]
+    return [int(each) for each in drawn]
