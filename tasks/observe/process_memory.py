@@ -1,5 +1,6 @@
 """Memory of this process and its children: measure it, say who holds it, release it to the system."""
 
+import atexit
 import ctypes
 import gc
 import tracemalloc
@@ -41,6 +42,9 @@ def keep_for_good() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS)
+    # Objects that stay exempt at the end of the process are leaks to nanobind, which DuckDB is written with, and it prints them.
+    atexit.unregister(gc.unfreeze)
+    atexit.register(gc.unfreeze)
 
 
 def release_to_system() -> None:

@@ -1,5 +1,7 @@
 """Problems drawn by weight and groups in the order of their length: exact when a run is resumed, and distributed as they should be."""
 
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -279,3 +281,17 @@ def test_of_several_environments_the_setting_that_is_wrong_is_named() -> None:
     with pytest.raises(ConfigError) as raised:
         check_problem_weights(config)
     assert raised.value.field == "environments.add.rollout.problem_weight"
+
+
+def test_a_process_that_weighed_problems_ends_without_a_warning() -> None:
+    """DuckDB's binding prints objects that the garbage collector is kept from as leaks."""
+    code = (
+        "from rollmill.tasks.look.tables.sql_query import run_query\n"
+        "from rollmill.tasks.observe.process_memory import keep_for_good\n"
+        "run_query('field', '1', 'select 1', {})\n"
+        "keep_for_good()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("", "")

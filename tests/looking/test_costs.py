@@ -125,13 +125,19 @@ def test_a_score_of_a_group_is_shared_by_its_trajectories(timed_run: RunFolder) 
         timed_run,
         RUN,
         (1, "flow", "4", "scoring", 13.0, 15.0),
-        (1, "flow", "4.0/brevity", "scoring", 12.0, 12.5),
+        # Scored one by one, in 0.5 s, within the span of the group.
+        (1, "flow", "6", "scoring", 12.0, 15.0),
+        (1, "flow", "6.0/brevity", "scoring", 12.0, 12.5),
     )
     costs = api.open_run(timed_run.location).costs.collect()
     seconds = dict(
-        costs.filter(pl.col("trajectory").str.starts_with("4.")).select("trajectory", "scorer_s").iter_rows()
+        costs.filter(pl.col("trajectory").str.contains(r"^[46]\."))
+        .select("trajectory", "scorer_s")
+        .iter_rows()
     )
-    assert seconds == pytest.approx({"4.0": 1.0, "4.1": 0.5, "4.2": 0.5, "4.3": 0.5})
+    assert seconds == pytest.approx(
+        dict.fromkeys(("4.0", "4.1", "4.2", "4.3"), 0.5) | {"6.0": 0.5, "6.1": 0.0, "6.2": 0.0, "6.3": 0.0}
+    )
 
 
 def test_rows_of_other_runs_share_the_training_evenly(timed_run: RunFolder) -> None:

@@ -117,6 +117,8 @@ def test_the_command_names_what_differs_and_ends_with_status_1(
     policy: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (policy.local / "config.json").write_text("[]")
+    # The paths of tests may be longer than a terminal is wide.
+    monkeypatch.setenv("COLUMNS", "400")
     for words in ([], ["--json"]):
         monkeypatch.setattr("sys.argv", ["rollmill", "lineage", policy.location, *words])
         with pytest.raises(SystemExit) as end:

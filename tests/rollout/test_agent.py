@@ -460,10 +460,12 @@ async def test_answers_have_the_true_token_counts(
     asked = (
         "{'input': '1+1='}" if path == "responses" else "{'messages': [{'role': 'user', 'content': '1+1='}]}"
     )
+    # Without it, a chat stream has no counts.
+    options = {"stream_options": {"include_usage": True}} if path == "chat/completions" and streams else {}
     script = REWRITING.replace(
         "return json.load(urllib.request.urlopen(asked))", "return urllib.request.urlopen(asked).read()"
     ) + (
-        f"events = ask('/{path}', {{**{asked}, 'stream': {streams}}}).decode().split('data: ')[{int(streams)}:]\n"
+        f"events = ask('/{path}', {{**{asked}, 'stream': {streams}, **{options}}}).decode().split('data: ')[{int(streams)}:]\n"
         "found = [json.loads(each.split('\\n\\n')[0]) for each in events if not each.startswith('[DONE]')]\n"
         "usages = [(each.get('message') or each.get('response') or each).get('usage') for each in found]\n"
         "usages += [each.get('usage') for each in found]\n"

@@ -308,6 +308,32 @@ async def test_an_address_without_a_server_and_one_without_a_schema_are_named(
             await start(make(url=url))
 
 
+@pytest.mark.parametrize(
+    "result",
+    ["[1]", '{"tools": ["look"]}', '{"tools": [{"description": "no name"}]}', '{"tools": []}', "null"],
+)
+async def test_a_wrong_list_of_tools_is_an_error_with_the_address(
+    serve: Callable[..., AbstractAsyncContextManager[str]], result: str
+) -> None:
+    schema = {"action": {"properties": {"tool_name": {}, "arguments": {}}}}
+    listed = send(f'{{"type": "mcp", "data": {{"result": {result}}}}}')
+    async with serve([GREETING, listed], schema=schema) as url:
+        with pytest.raises(EpisodeError, match=f"the server at {url} lists no tools"):
+            await start(make(url=url))
+
+
+async def test_errors_of_any_form_in_an_action_are_shown(
+    serve: Callable[..., AbstractAsyncContextManager[str]],
+) -> None:
+    wrong = send(
+        '{"type": "error", "data": {"message": "no", "code": "VALIDATION_ERROR", "errors": ["a", {"loc": 1, "msg": 2}]}}'
+    )
+    async with serve([GREETING, wrong]) as url:
+        episode, _ = await start(make(url=url, action="message"))
+        assert await say(episode, "hello") == [("user", "error: no; a; 1: 2")]
+        await episode.close()
+
+
 async def test_a_session_that_hangs_is_left_in_time(
     serve: Callable[..., AbstractAsyncContextManager[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,6 +357,7 @@ async def test_a_session_that_hangs_is_left_in_time(
         ({}, ""),
         ({"tool_name": "price", "result": {"content": [{"text": "3"}, {"text": "4"}]}}, "3\n4"),
         ({"tool_name": "price", "result": 3}, "3"),
+        ({"tool_name": "price", "result": {"content": ["3"]}}, "3"),
         ({"tool_name": "price", "error": {"message": "no fig"}}, "error: no fig"),
     ],
 )

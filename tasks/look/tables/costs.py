@@ -191,14 +191,19 @@ def _list_training(ledger: Ledger) -> pl.DataFrame:
 
 
 def _measure_scoring(ledger: Ledger, known: pl.DataFrame) -> pl.DataFrame:
-    """Return columns lane and scorer_s: the seconds that each trajectory's scores took; a group's score is shared evenly."""
+    """Return columns lane and scorer_s: the seconds that each trajectory's scores took; a group's score is shared evenly.
+
+    A group has a span of scoring also where its trajectories are scored one by one: the spans of the trajectories count then.
+    """
     scored = (
         ledger.episodes.filter(pl.col("name") == "scoring")
         .with_columns(pl.col("lane").str.replace(r"/.*$", ""), us=pl.col("end") - pl.col("start"))
         .group_by("lane")
         .agg(scorer_s=pl.col("us").sum() / SECOND_US)
     )
-    of_group = known.with_columns(group=pl.col("lane").str.extract(r"^(\d+)\."))
+    group = pl.col("lane").str.extract(r"^(\d+)\.")
+    one_by_one = scored.select(group.alias("group")).drop_nulls()
+    of_group = known.with_columns(group=group).join(one_by_one, on="group", how="anti")
     share = pl.col("scorer_s") / pl.len().over("group")
     of_groups = of_group.join(scored, left_on="group", right_on="lane").select("lane", scorer_s=share)
     return pl.concat([scored, of_groups]).group_by("lane").agg(pl.col("scorer_s").sum())

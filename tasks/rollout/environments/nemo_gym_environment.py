@@ -5,6 +5,7 @@ The protocol is that of NVIDIA-NeMo/Gym: POST /seed_session, POST /NAME for each
 
 import asyncio
 import json
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -203,7 +204,7 @@ class NemoGymEpisode:
         numbers = {
             name: value
             for name, value in found.items()
-            if isinstance(value, int | float) and name not in given
+            if isinstance(value, int | float) and abs(value) <= sys.float_info.max and name not in given
         }
         return {"reward": verdict.reward, "metrics": {**numbers, "calls": self._n_calls}}
 

@@ -61,6 +61,17 @@ class Arguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     observation: str = ""
 
 
+class _Tool(msgspec.Struct):
+    name: str
+    description: str | None = None
+    inputSchema: dict[str, Any] | None = None  # noqa: N815 - the name of the Model Context Protocol
+    input_schema: dict[str, Any] | None = None
+
+
+class _Tools(msgspec.Struct):
+    tools: list[_Tool]
+
+
 class _Answer(msgspec.Struct):
     type: str
     data: dict[str, Any] = {}
@@ -304,14 +315,19 @@ class OpenEnvEpisode:
             described = {"description": action.get("description") or "Act in the environment."}
             return {TOOL: {"name": TOOL, **described, "parameters": {**action, "properties": parameters}}}
         answered = await self._ask(socket, "mcp", {"jsonrpc": "2.0", "id": 1, "method": "tools/list"})
-        listed = (answered.get("result") or {}).get("tools")
+        try:
+            listed = msgspec.convert(answered.get("result"), _Tools).tools
+        except msgspec.ValidationError as error:
+            raise EpisodeError(
+                f"the server at {self._server.url} lists no tools: {error}: {answered!r:.200}"
+            ) from error
         if not listed:
             raise EpisodeError(f"the server at {self._server.url} lists no tools: {answered!r:.200}")
         return {
-            each["name"]: {
-                "name": each["name"],
-                "description": each.get("description") or "",
-                "parameters": each.get("inputSchema") or each.get("input_schema") or {"type": "object"},
+            each.name: {
+                "name": each.name,
+                "description": each.description or "",
+                "parameters": each.inputSchema or each.input_schema or {"type": "object"},
             }
             for each in listed
         }
@@ -350,7 +366,11 @@ class OpenEnvEpisode:
             return answer.data
         said, code = answer.data.get("message"), answer.data.get("code")
         if kind == "step" and code == "VALIDATION_ERROR":
-            wrong = [f"{each.get('loc')}: {each.get('msg')}" for each in answer.data.get("errors") or ()]
+            errors = answer.data.get("errors")
+            wrong = [
+                f"{each.get('loc')}: {each.get('msg')}" if isinstance(each, Mapping) else str(each)
+                for each in (errors if isinstance(errors, list) else ())
+            ]
             raise InvalidActionError("; ".join([str(said), *wrong]))
         raise EpisodeError(f"the server at {url} reports {code}: {said}")
 
@@ -369,7 +389,9 @@ def show_observation(observation: Mapping[str, Any]) -> str:
         result = shown.get("result")
         parts = result.get("content") if isinstance(result, Mapping) else None
         if isinstance(parts, list):
-            return "\n".join(str(each.get("text", each)) for each in parts)
+            return "\n".join(
+                str(each.get("text", each) if isinstance(each, Mapping) else each) for each in parts
+            )
         return result if isinstance(result, str) else json.dumps(result)
     (only, *others) = shown.values() or ("",)
     return only if isinstance(only, str) and not others else json.dumps(shown)
