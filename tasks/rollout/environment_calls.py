@@ -258,6 +258,21 @@ def report_counts(episode: Episode, counts: TokenCounts | None) -> None:
 
 
 @runtime_checkable
+class CutEpisode(Protocol):
+    """An episode that is given the policy's message that a limit of tokens cut, before its `close`: there is no `reply` to it."""
+
+    def take_cut(self, message: Message) -> None:
+        """Take the message; with `take_counts` its token counts were given before."""
+
+
+def report_cut(episode: Episode, message: Message | None, counts: TokenCounts | None) -> None:
+    """Give an episode the message that was cut, and its token counts, if it takes them; None: no message was cut."""
+    if message is not None and isinstance(episode, CutEpisode):
+        report_counts(episode, counts)
+        episode.take_cut(message)
+
+
+@runtime_checkable
 class StatefulEpisode(Protocol):
     """An episode that gives values for its environment's `states` once it is closed."""
 

@@ -66,9 +66,11 @@ class TurnReply(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CloseRequest(msgspec.Struct, frozen=True, tag=True):
-    """Request to a worker to close the episode with this number."""
+    """Request to a worker to close the episode with this number, with the message that was cut and its counts, if one was."""
 
     episode: int
+    cut: Message | None = None
+    counts: TokenCounts | None = None
 
 
 class ClosedEpisode(msgspec.Struct, frozen=True, omit_defaults=True):

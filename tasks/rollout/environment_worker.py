@@ -12,11 +12,12 @@ import msgspec
 
 from rollmill.tasks.errors import ForeignError, describe_error, error_text
 from rollmill.tasks.rollout.config import RolloutConfig
-from rollmill.tasks.rollout.environment import Environment, Episode, make_environment
+from rollmill.tasks.rollout.environment import Environment, Episode, Message, TokenCounts, make_environment
 from rollmill.tasks.rollout.environment_calls import (
     EpisodeState,
     read_episode_state,
     report_counts,
+    report_cut,
     state_columns,
 )
 from rollmill.tasks.rollout.environment_messages import (
@@ -55,8 +56,8 @@ def create_environment_handler(settings: bytes) -> AsyncHandler:
                 given = await _call_environment(lambda: environment.example(split, index))
             case TurnRequest() as turn:
                 given = await episodes.reply(turn)
-            case CloseRequest(episode):
-                given = await episodes.close(episode)
+            case CloseRequest(episode, cut, counts):
+                given = await episodes.close(episode, cut, counts)
         return msgspec.json.encode(given)
 
     return answer
@@ -98,15 +99,20 @@ class OpenEpisodes:
             # What cannot be read from its JSON would fail in the flow, after the episode has advanced.
             return _to_reply(msgspec.json.encode(TurnReply.of(await opened.episode.reply(turn.messages))))
 
-    async def close(self, number: int) -> ClosedEpisode:
-        """Close the episode with this number and return its outcome and state; empty ones if it is not open."""
+    async def close(
+        self, number: int, cut: Message | None = None, counts: TokenCounts | None = None
+    ) -> ClosedEpisode:
+        """Close the episode with this number and return its outcome and state; empty ones if it is not open.
+
+        `cut` is the policy's message that a limit cut, `counts` its token counts; None: no message was cut.
+        """
         opened = self._open.pop(number, None)
         if opened is None:
             return ClosedEpisode()
         outcome: Mapping[str, object] = {}
         raised: tuple[str, str] | None = None
         try:
-            outcome = await _call_environment(lambda: _close_episode(opened))
+            outcome = await _call_environment(lambda: _close_episode(opened, cut, counts))
         except ForeignError as error:
             raised = describe_error(error)
         state = read_episode_state(self._environment, opened.episode)
@@ -117,8 +123,11 @@ class OpenEpisodes:
         return ClosedEpisode(outcome, raised, state.values, state.error)
 
 
-async def _close_episode(opened: _OpenEpisode) -> Mapping[str, object]:
+async def _close_episode(
+    opened: _OpenEpisode, cut: Message | None, counts: TokenCounts | None
+) -> Mapping[str, object]:
     async with opened.lock:
+        report_cut(opened.episode, cut, counts)
         return await opened.episode.close()
 
 

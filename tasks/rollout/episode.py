@@ -20,6 +20,7 @@ from rollmill.tasks.rollout.environment_calls import (
     guard_environment_code,
     read_episode_state,
     report_counts,
+    report_cut,
 )
 from rollmill.tasks.rollout.prompt_limit import PromptLimit
 from rollmill.tasks.rollout.segment_builder import NO_LIMIT, RowLimit, find_continuation
@@ -200,6 +201,7 @@ class EpisodePlayer:
                 sampled = await self.sampler.sample(work, tokens, deadline.at, **_ask_routing(draft))
             self._add_completion(sampled, draft, deadline)
             if draft.finish_reason != "stop":
+                report_cut(episode, draft.messages[-1], draft.last_counts)
                 return "truncated"
             reply = await self._reply(episode, draft, deadline)
             if not reply:

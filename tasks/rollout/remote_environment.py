@@ -120,9 +120,13 @@ class RemoteEpisode:
         self._worker: EnvironmentWorker | None = None
         self._state = NO_STATE
         self._counts: TokenCounts | None = None
+        self._cut: Message | None = None
 
     def take_counts(self, counts: TokenCounts) -> None:
         self._counts = counts
+
+    def take_cut(self, message: Message) -> None:
+        self._cut = message
 
     async def reply(self, messages: Sequence[Message]) -> Sequence[Message] | Conversation:
         if self._worker is None:
@@ -133,7 +137,8 @@ class RemoteEpisode:
     async def close(self) -> Mapping[str, object]:
         if self._worker is None:
             return {}
-        closed = await self._ask(self._worker, CloseRequest(self._number), ClosedEpisode, is_last=True)
+        request = CloseRequest(self._number, self._cut, self._counts)
+        closed = await self._ask(self._worker, request, ClosedEpisode, is_last=True)
         self._state = EpisodeState(closed.state, closed.state_error)
         if closed.raised is not None:
             raise _restore_error(ForeignError(*closed.raised))

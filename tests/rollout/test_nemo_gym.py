@@ -15,7 +15,9 @@ from rollmill.tasks.errors import ConfigError, EpisodeError
 from rollmill.tasks.processes.launched_process import free_port
 from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.rollout.environment import Conversation, Episode, Message, TokenCounts, make_environment
+from rollmill.tasks.rollout.environment_calls import report_cut
 from rollmill.tasks.rollout.environments.nemo_gym_environment import NemoGym
+from rollmill.tasks.rollout.remote_environment import open_environment
 
 CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
 TOOL = {
@@ -192,6 +194,36 @@ async def test_a_truncated_episode_is_verified_as_it_is(make: Make) -> None:
         episode, _ = await start(make(url))
         await say(episode, CALL % ("increment_counter", '{"count": 3}'))
         assert await episode.close() == {"reward": 1.0, "metrics": {"count": 6, "calls": 1}}
+
+
+async def test_an_answer_that_a_limit_cut_is_the_end_of_the_response(make: Make) -> None:
+    server = Counters()
+    async with server.serve() as url:
+        episode, _ = await start(make(url))
+        report_cut(episode, Message("assistant", "I think that"), TokenCounts(5, 3))
+        await episode.close()
+    (verified,) = server.verified
+    assert verified["response"]["output"][-1]["content"][0]["text"] == "I think that"
+    assert verified["response"]["usage"]["output_tokens"] == 3
+
+
+@pytest.mark.slow
+async def test_a_cut_answer_reaches_an_episode_in_a_worker_process(make: Make, tmp_path: Path) -> None:
+    server = Counters()
+    async with server.serve() as url:
+        make(url)
+        given = {
+            "environment": "nemo_gym",
+            "environment_args": json.dumps({"url": url}),
+            "prompts": {"path": str(tmp_path / "tasks.jsonl"), "held_out_share": 0.0001},
+            "env_workers": 1,
+        }
+        async with open_environment(RolloutConfig.model_validate(given), logs=tmp_path) as environment:
+            episode = environment.episode(await environment.example("train", 0), 0)
+            await episode.reply(())
+            report_cut(episode, Message("assistant", "I think that"), TokenCounts(5, 3))
+            await episode.close()
+    assert server.verified[0]["response"]["output"][-1]["content"][0]["text"] == "I think that"
 
 
 @pytest.mark.parametrize(

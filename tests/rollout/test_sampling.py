@@ -268,6 +268,30 @@ async def test_the_outcome_of_the_environment_is_in_the_row(tokenizer: ChatToken
     assert row["outcome"] == '{"asked": 2}'
 
 
+async def test_an_episode_gets_the_message_that_a_limit_cut_before_it_is_closed(
+    tokenizer: ChatTokenizer,
+) -> None:
+    class Noting(EchoEpisode):
+        def take_cut(self, message: Message) -> None:
+            seen.append(message.content)
+
+        async def close(self) -> dict[str, object]:
+            seen.append("closed")
+            return {}
+
+    seen: list[str] = []
+
+    class Cutting(Echo):
+        def episode(self, example: Example, seed: int) -> Episode:
+            return Noting("1?")
+
+    player = EpisodePlayer(Cutting(), tokenizer, Scripted({0: "length"}), max_tokens=64, timeout_s=60.0)
+    example = await Cutting().example("train", 0)
+    trajectory = await player.play(TrajectoryRequest("r.0.0.0", 0, 0, 0, example, 1, 1.0))
+    assert trajectory.status == "truncated"
+    assert seen == [trajectory.messages[-1].content, "closed"]
+
+
 def test_chunks_hold_all_of_a_group_in_order() -> None:
     assert [list(part) for part in split_chunks(range(5), 2)] == [[0, 1], [2, 3], [4]]
     assert [list(part) for part in split_chunks(range(5), 0)] == [[0, 1, 2, 3, 4]]

@@ -143,6 +143,12 @@ class NemoGymEpisode:
         """Add the token counts of a turn to those of the response."""
         self._counts = TokenCounts(*(a + b for a, b in zip(self._counts, counts, strict=True)))
 
+    def take_cut(self, message: Message) -> None:
+        """Add the message that was cut to the response, as NeMo Gym's agents do."""
+        self._items += responses_wire.output_items(
+            chat_wire.assistant_message(message.content, self._n_turns)
+        )
+
     async def reply(self, messages: Sequence[Message]) -> Sequence[Message] | Conversation:
         if not messages:
             # The cookies of a server that has an address and no name are kept too.
