@@ -15,14 +15,18 @@ from prefect.cache_policies import NO_CACHE
 
 from rollmill.flows.checks.preflight import check_machine
 from rollmill.flows.config import RunConfig
-from rollmill.flows.environments import environment_configs, group_shares, name_environment
+from rollmill.flows.environments import (
+    environment_configs,
+    group_shares,
+    name_environment,
+)
 from rollmill.flows.prefect_integration.progress import count_progress, has_bar, say
-from rollmill.flows.problem_weights import check_problem_weights
 from rollmill.flows.recipe import start_model_folder, start_model_recipe
 from rollmill.flows.rules import check_config, check_sampling
 from rollmill.flows.run.folder import check_resumable, run_folder
 from rollmill.flows.run.trainer_program import run_trainer_program
 from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.look.tables.problem_weights import check_problem_weight
 from rollmill.tasks.observe.spans import span
 from rollmill.tasks.rollout.chat_tokenizer import (
     ChatTokenizer,
@@ -66,9 +70,9 @@ async def check_start(run_name: str, config: RunConfig, *, samples: bool = True,
         if trains:
             check_sampling(config)
         if samples:
-            check_problem_weights(config)
             for name, each in environment_configs(config).items():
                 with name_environment(config, name):
+                    check_problem_weight(each.rollout.problem_weight)
                     check_scorer(each.score, each.evaluate.scorer)
         await check_machine(config, samples=samples, trains=trains)
         # `open_run` checks this again, under the lock; a wrong setting must not cost the training of a start model first.

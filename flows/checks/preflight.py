@@ -25,12 +25,16 @@ from rollmill.flows.checks.machine_needs import (
     check_vllm,
 )
 from rollmill.flows.config import RunConfig
-from rollmill.flows.environments import environment_configs, group_shares, name_environment
-from rollmill.flows.problem_weights import check_problem_weights
+from rollmill.flows.environments import (
+    environment_configs,
+    group_shares,
+    name_environment,
+)
 from rollmill.flows.recipe import download_model, start_model_folder
 from rollmill.flows.rules import check_sampling
 from rollmill.tasks.config import suggest
 from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.look.tables.problem_weights import check_problem_weight
 from rollmill.tasks.observe.sinks.sink_check import check_sinks
 from rollmill.tasks.processes.gpus import read_gpus
 from rollmill.tasks.processes.python_child import child_environment, python_command
@@ -88,11 +92,11 @@ def preflight(config: RunConfig, *, samples: bool = True, trains: bool = True) -
     """
     if trains:
         check_sampling(config)
-    if samples:
-        check_problem_weights(config)
     tried = []
     for at, (name, each) in enumerate(environment_configs(config).items()):
         with name_environment(config, name):
+            if samples:
+                check_problem_weight(each.rollout.problem_weight)
             if samples and (found := _check_stages(each, group_shares(config).most_per_step(at))):
                 tried.append(found)
     # An attached trainer may have a loss's package that is missing here.

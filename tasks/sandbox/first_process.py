@@ -45,7 +45,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _FILE_SYSTEMS = ("/tmp", "/dev/shm")
 
 
-class Command:
+class RunningCommand:
     """A running command: its process, the ends of its pipes, and what it has printed.
 
     Attributes:
@@ -287,7 +287,7 @@ def main() -> None:
         timeout_s, n_words, n_stdin = REQUEST.unpack(read_exactly(REQUEST.size))
         words = read_exactly(n_words).split(b"\0")
         stdin = read_exactly(n_stdin)
-        command = Command(words, stdin, timeout_s, output_bytes)
+        command = RunningCommand(words, stdin, timeout_s, output_bytes)
         command.wait(lambda: find_excess(memory_bytes, max_files, buffer_bytes))
         *answer, out, err = command.finish()
         write_all(ANSWER.pack(*answer, len(out), len(err)) + out + err)

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from planned_run import PlannedSampler, PlannedScoring, open_planned_run
 from prefect.logging import disable_run_logger
 
-from rollmill.flows.problem_weights import check_problem_weights
+from rollmill.flows.checks.preflight import preflight
 from rollmill.flows.run.live_run import Run
 from rollmill.flows.step.step_collection import CollectedStep, collect_step
 from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.look.tables.problem_weights import check_problem_weight
 from rollmill.tasks.rollout.environment import Example, Message, SingleTurn, Split
 from rollmill.tasks.rollout.episode import SampledTokens
 from rollmill.tasks.rollout.trajectory import TrajectoryRequest
@@ -270,7 +271,7 @@ def test_the_chance_of_the_first_problem_is_its_weight() -> None:
 )
 def test_a_wrong_weight_is_refused_before_the_run(weight: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
-        check_problem_weights(toy_config({"rollout": {"problem_weight": weight}}))
+        check_problem_weight(weight)
     assert raised.value.field == "rollout.problem_weight"
 
 
@@ -279,7 +280,7 @@ def test_of_several_environments_the_setting_that_is_wrong_is_named() -> None:
         {"environments": {"add": {"rollout": {"environment": "addition", "problem_weight": "spread"}}}}
     )
     with pytest.raises(ConfigError) as raised:
-        check_problem_weights(config)
+        preflight(config)
     assert raised.value.field == "environments.add.rollout.problem_weight"
 
 

@@ -85,7 +85,7 @@ class Agent:
             )
         if bool(agent.command) == bool(agent.url):
             raise ConfigError(FIELD, agent.command, "give either a command or rollout.agent.url")
-        return cls(config, Service(agent.url) if agent.url else Command.from_config(config))
+        return cls(config, Service(agent.url) if agent.url else AgentCommand.from_config(config))
 
     def size(self, split: Split) -> int:
         return self._problems.size(split)
@@ -129,7 +129,7 @@ class Agent:
         return RolloutEnd({"output": output})
 
 
-class Command:
+class AgentCommand:
     """A program that is started for each episode; it ends with the episode, and so does all that it started.
 
     Args:

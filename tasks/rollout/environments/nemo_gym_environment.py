@@ -30,7 +30,7 @@ CLOSE_S = 4.0
 SHOWN_ERROR = 500
 
 
-class Arguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NemoGymArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Arguments of the environment in rollout.environment_args: the address of the resources server."""
 
     url: str
@@ -63,7 +63,7 @@ class NemoGym:
     @classmethod
     def from_config(cls, config: RolloutConfig) -> Self:
         """Read the tasks; ConfigError names a wrong argument, or the line of the first wrong task."""
-        url = convert_arguments(config.environment_args, Arguments).url
+        url = convert_arguments(config.environment_args, NemoGymArguments).url
         if not url.startswith(("http://", "https://")):
             raise ConfigError(FIELD, config.environment_args, "its url is no address: write http://HOST:PORT")
         return cls(url, config.prompts)

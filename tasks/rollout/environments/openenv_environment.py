@@ -39,7 +39,7 @@ _PAUSE_S = 0.1
 _NOT_SHOWN = ("done", "reward", "metadata")
 
 
-class Arguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class OpenEnvArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Arguments of the environment in rollout.environment_args.
 
     Attributes:
@@ -61,15 +61,15 @@ class Arguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     observation: str = ""
 
 
-class _Tool(msgspec.Struct):
+class _ListedTool(msgspec.Struct):
     name: str
     description: str | None = None
     inputSchema: dict[str, Any] | None = None  # noqa: N815 - the name of the Model Context Protocol
     input_schema: dict[str, Any] | None = None
 
 
-class _Tools(msgspec.Struct):
-    tools: list[_Tool]
+class _ListedTools(msgspec.Struct):
+    tools: list[_ListedTool]
 
 
 class _Answer(msgspec.Struct):
@@ -97,15 +97,15 @@ class OpenEnv:
     tools = ()
     stop = ()
 
-    def __init__(self, arguments: Arguments, system: str, variables: Mapping[str, str]) -> None:
+    def __init__(self, arguments: OpenEnvArguments, system: str, variables: Mapping[str, str]) -> None:
         self._arguments, self._system = arguments, system
-        self._server = Server(arguments, variables)
+        self._server = OpenEnvServer(arguments, variables)
 
     @classmethod
     def from_config(cls, config: RolloutConfig) -> Self:
         """Create the environment; ConfigError names a wrong argument. A server that is started here starts with the first episode."""
         text = config.environment_args
-        arguments = convert_arguments(text, Arguments)
+        arguments = convert_arguments(text, OpenEnvArguments)
         if bool(arguments.url) == bool(arguments.command):
             raise ConfigError(FIELD, text, "give either the url of a server or a command that starts one")
         if arguments.url and not arguments.url.startswith(("http://", "https://")):
@@ -141,13 +141,13 @@ def _check_command(text: str, command: str) -> None:
         raise ConfigError(FIELD, text, "its command must have {port} where the server's port is written")
 
 
-class Server:
+class OpenEnvServer:
     """An OpenEnv server: one that runs, or one that is started before the first episode, and again if it ended.
 
     One that was started ends with the event loop, and with this process however that ends.
     """
 
-    def __init__(self, arguments: Arguments, variables: Mapping[str, str]) -> None:
+    def __init__(self, arguments: OpenEnvArguments, variables: Mapping[str, str]) -> None:
         self.url = arguments.url.rstrip("/")
         self._command, self._variables = arguments.command, variables
         self._process: LaunchedProcess | None = None
@@ -206,7 +206,7 @@ class OpenEnvEpisode:
     """A session of the server: reset for the opening, then a step for each message, or for each call of a tool."""
 
     def __init__(
-        self, server: Server, arguments: Arguments, reset: Mapping[str, object], system: str
+        self, server: OpenEnvServer, arguments: OpenEnvArguments, reset: Mapping[str, object], system: str
     ) -> None:
         self._server, self._arguments, self._reset, self._system = server, arguments, reset, system
         self._stack = AsyncExitStack()
@@ -316,7 +316,7 @@ class OpenEnvEpisode:
             return {TOOL: {"name": TOOL, **described, "parameters": {**action, "properties": parameters}}}
         answered = await self._ask(socket, "mcp", {"jsonrpc": "2.0", "id": 1, "method": "tools/list"})
         try:
-            listed = msgspec.convert(answered.get("result"), _Tools).tools
+            listed = msgspec.convert(answered.get("result"), _ListedTools).tools
         except msgspec.ValidationError as error:
             raise EpisodeError(
                 f"the server at {self._server.url} lists no tools: {error}: {answered!r:.200}"

@@ -195,7 +195,7 @@ class Remote:
         return self.__getattr__("__exit__")(None, None, None)
 
 
-class Program:
+class JudgedProgram:
     """The program's process, as the judge sees it."""
 
     def __init__(self, connection: socket.socket, source: str) -> None:
@@ -298,7 +298,7 @@ def _answer(what: str, values: Any, named: Any) -> object:
     return bool(values[0]) if what == "truth" else values[0](*values[1:], **named)
 
 
-def run_tests(program: Program, tests: list[str], report: Callable[[bool], object]) -> None:
+def run_tests(program: JudgedProgram, tests: list[str], report: Callable[[bool], object]) -> None:
     """Run tests, and report of each whether it passed: functions and classes of tests that a text defines, otherwise the text."""
     module = types.ModuleType(MODULE)
     sys.modules[MODULE] = module
@@ -463,7 +463,7 @@ def judge() -> None:
     verdicts = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     try:
-        program = Program(connection, given["program"])
+        program = JudgedProgram(connection, given["program"])
     except (Exception, ProgramEndedError) as error:  # noqa: BLE001 - the program's
         sys.exit(f"the program cannot be run: {type(error).__name__}: {error}"[:1000])
     run_tests(program, given["tests"], lambda has_passed: verdicts.write(f"{json.dumps(has_passed)}\n"))

@@ -35,12 +35,12 @@ END_OF_THOUGHTS = "</think>"
 _FENCED = re.compile(r"\s*```(?:json)?\s*(.*?)\s*```\s*", re.DOTALL)
 
 
-class _ChatMessage(msgspec.Struct):
+class _JudgeMessage(msgspec.Struct):
     content: str | None = None
 
 
 class _ChatChoice(msgspec.Struct):
-    message: _ChatMessage
+    message: _JudgeMessage
     finish_reason: str | None = None
 
 

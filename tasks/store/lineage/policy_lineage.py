@@ -18,11 +18,11 @@ CARD = "README.md"
 _HASH = "content_sha256"
 
 
-class _Record(BaseModel):
+class _LineageModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants")
 
 
-class StepRecord(_Record):
+class StepRecord(_LineageModel):
     """What a step was trained on.
 
     Attributes:
@@ -41,7 +41,7 @@ class StepRecord(_Record):
     error: str = ""
 
 
-class RunRecord(_Record):
+class RunRecord(_LineageModel):
     """A run whose rows a policy was trained on: id, absolute folder, and for one that was forked the step of the fork."""
 
     run: str
@@ -49,7 +49,7 @@ class RunRecord(_Record):
     step: int | None = None
 
 
-class StartModel(_Record):
+class StartModel(_LineageModel):
     """The model that training began with: absolute folder, its files, and the hash of its lineage.json if it has one."""
 
     folder: str
@@ -57,7 +57,7 @@ class StartModel(_Record):
     lineage: str = ""
 
 
-class PromptData(_Record):
+class PromptData(_LineageModel):
     """The problems of one environment: where they are from, and under which licence; either is empty if not known."""
 
     env: str
@@ -65,7 +65,7 @@ class PromptData(_Record):
     license: str
 
 
-class Lineage(_Record):
+class Lineage(_LineageModel):
     """Content of lineage.json.
 
     Attributes:

@@ -12,11 +12,11 @@ from rollmill.tasks.store.folders import RunFolder
 _DIGITS = 16
 
 
-class _Record(BaseModel):
+class _GateModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class GatedPolicy(_Record):
+class GatedPolicy(_GateModel):
     """A policy that was compared: its folder, digest, run and version, and its evaluation.
 
     Attributes:
@@ -33,7 +33,7 @@ class GatedPolicy(_Record):
     rows: str
 
 
-class GateCheck(_Record):
+class GateCheck(_GateModel):
     """One comparison of two policies on the same held-out prompts; see `compare_pairs`.
 
     Attributes:
@@ -56,7 +56,7 @@ class GateCheck(_Record):
     passed: bool = True
 
 
-class GateRecord(_Record):
+class GateRecord(_GateModel):
     """The decision, and all that it was made from.
 
     Attributes:

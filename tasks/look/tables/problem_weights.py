@@ -2,8 +2,6 @@
 
 import polars as pl
 
-from rollmill.flows.config import RunConfig
-from rollmill.flows.environments import environment_configs, name_environment
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.sql_query import check_weight, refuse_changing, run_query
 from rollmill.tasks.store.run.problem_history import Floats
@@ -22,17 +20,15 @@ _TRIED = pl.DataFrame(
 )
 
 
-def check_problem_weights(config: RunConfig) -> None:
-    """Refuse a weight of problems that is wrong for a problem without visits, or for one with them.
+def check_problem_weight(weight: str) -> None:
+    """Refuse a weight of problems that is wrong for a problem without visits, or for one with them; empty: there is none.
 
     Raises:
         ConfigError: names the setting, the problem and the value.
     """
-    for name, own in environment_configs(config).items():
-        if weight := own.rollout.problem_weight:
-            with name_environment(config, name):
-                refuse_changing(WEIGHT, weight)
-                weigh_problems(weight, _TRIED)
+    if weight:
+        refuse_changing(WEIGHT, weight)
+        weigh_problems(weight, _TRIED)
 
 
 def weigh_problems(weight: str, problems: pl.DataFrame) -> Floats:
