@@ -20,6 +20,7 @@ from rollmill.flows.recipe import run_tokenizer
 from rollmill.tasks.look.ledger.run_ledger import read_ledger
 from rollmill.tasks.look.ledger.step_attribution import Ledger, build_ledger
 from rollmill.tasks.look.tables.costs import TRAINED, measure_costs
+from rollmill.tasks.look.tables.selection import Interval
 from rollmill.tasks.look.web.app import render_page
 from rollmill.tasks.look.web.run_data import RunData
 from rollmill.tasks.store.folders import RunFolder
@@ -85,6 +86,17 @@ def test_costs_add_up_to_the_seconds_of_all_servers_and_ranks(timed_run: RunFold
     for column, count in (("server_s", "n_servers"), ("trainer_s", "n_ranks")):
         assert costs[column].sum() == pytest.approx((sizes["us"] * sizes[count]).sum() / 1e6)
     assert costs.select(pl.col("server_s", "trainer_s").min() >= 0).row(0) == (True, True)
+
+
+def test_of_other_steps_only_what_servers_answered_meanwhile_is_there(timed_run: RunFolder) -> None:
+    costs = api.open_run(timed_run.location).measure_costs(timed_run, read_ledger(timed_run, Interval(1, 1)))
+    each = costs.filter(pl.col("trajectory").is_not_null())
+    assert len(each.filter(step=1)) == 16
+    # The spans made for step 1 have lanes of group 1, which is stored in step 0.
+    assert dict(each.filter(pl.col("step") != 1).select("trajectory", "server_s").iter_rows()) == {
+        "1.0": 2.5,
+        "1.1": 2.5,
+    }
 
 
 def test_the_seconds_that_ranks_train_are_shared_by_tokens_of_the_batch(timed_run: RunFolder) -> None:

@@ -88,7 +88,9 @@ def measure_costs(
     Returns:
         Rows with SCHEMA: one for each trajectory, and for each step those without a trajectory.
     """
-    lanes = ledger.server_shares.group_by("lane").agg(server_s=pl.col("us").sum() / SECOND_US)
+    # Spans of the steps around show requests that overlap these steps; others have no time in them.
+    used = ledger.server_shares.filter(pl.col("us") > 0)
+    lanes = used.group_by("lane").agg(server_s=pl.col("us").sum() / SECOND_US)
     steps = ledger.steps["step"].to_list()
     known = pl.concat(
         [
