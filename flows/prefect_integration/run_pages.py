@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollmill.tasks.look.ledger.run_ledger import read_ledger
-from rollmill.tasks.look.tables.cost_view import make_costs_view
 from rollmill.tasks.look.tables.ledger_tables import PATH, make_ledger_views
 from rollmill.tasks.look.tables.notable_trajectories import NotableTrajectory, choose_notable
 from rollmill.tasks.look.tables.run_tables import format_with_interval, list_held_out, make_run_view
@@ -70,7 +69,7 @@ class StepPage:
             ConfigError: the step has no spans.
         """
         ledger = read_ledger(self.folder, Interval(self.step, self.step))
-        return _tables([*make_ledger_views(self.folder.name, ledger), make_costs_view(self.folder, ledger)])
+        return _tables(make_ledger_views(self.folder.name, ledger))
 
     def time_placeholder(self) -> str:
         """Return the text shown instead of the tables of where time went until the step has ended."""
@@ -151,7 +150,7 @@ def _describe_run_time(folder: RunFolder) -> list[str]:
     ledger = read_ledger(folder, most=TIMED_STEPS)
     name = folder.name if len(steps) <= TIMED_STEPS else f"{folder.name}, its last steps"
     views = make_ledger_views(name, replace(ledger, ends=ledger.ends.clear()))
-    return [_tables([*views, make_costs_view(folder, ledger)])]
+    return [_tables(views)]
 
 
 def _tables(views: Iterable[View]) -> str:
