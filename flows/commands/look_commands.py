@@ -11,6 +11,12 @@ from rollmill.tasks.errors import ConfigError
 PANEL = "Look"
 commands = typer.Typer()
 
+Costs = Annotated[
+    bool,
+    typer.Option(
+        "--costs", help="Seconds of servers, ranks and scorers, by what became of the trajectories."
+    ),
+]
 Steps = Annotated[str, typer.Option(metavar="A[:B]", help="Only these steps, both included.")]
 Statuses = Annotated[
     str,
@@ -44,12 +50,7 @@ def inspect(
             "--trajectories", help="One row per trajectory; the default with --group, --status, --reward."
         ),
     ] = False,
-    costs: Annotated[
-        bool,
-        typer.Option(
-            "--costs", help="Seconds of servers, ranks and scorers, by what became of the trajectories."
-        ),
-    ] = False,
+    costs: Costs = False,
     step: Steps = "",
     group: Annotated[int | None, typer.Option(help="Only this group.")] = None,
     status: Statuses = "",

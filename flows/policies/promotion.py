@@ -3,7 +3,7 @@
 import httpx
 
 from rollmill.flows.policies.policy_gate import read_intact
-from rollmill.tasks.errors import GateError, error_text
+from rollmill.tasks.errors import GateError, error_text, mask_credentials
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.lineage.policy_lineage import Lineage
 from rollmill.tasks.store.promotion.gate_record import GateRecord, read_gate
@@ -89,5 +89,7 @@ def send_webhook(url: str, alias: PolicyAlias, record: AliasRecord) -> str:
     try:
         httpx.post(url, json=body, timeout=WEBHOOK_TIMEOUT_S).raise_for_status()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        return f"the webhook {url} failed, and {alias.location} is moved: {error_text(error)}"
+        return (
+            f"the webhook {mask_credentials(url)} failed, and {alias.location} is moved: {error_text(error)}"
+        )
     return ""

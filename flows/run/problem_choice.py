@@ -25,7 +25,7 @@ class ProblemChoice:
     plan. So a resumed run has the same problems, whatever it has stored meanwhile.
 
     Attributes:
-        environments: of the run.
+        shares: says which environment each group belongs to.
     """
 
     folder: RunFolder

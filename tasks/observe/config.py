@@ -42,6 +42,7 @@ class ObserveConfig(StageConfig):
     )
     price_per_hour: float = setting(
         0.0,
-        "Price of one hour of a vLLM server, and of a rank of the trainer, in any currency; costs are then shown in it too.",
+        "Price of one hour of a vLLM server, and of a rank of the trainer, in any currency; `rollmill inspect --costs` then shows "
+        "prices. 0: no prices.",
         ge=0.0,
     )

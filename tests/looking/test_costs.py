@@ -175,7 +175,7 @@ def test_inspect_shows_them_with_their_price(rollmill: Command, timed_run: RunFo
     assert sum(row["price"] for row in values["costs"]) == pytest.approx(0.9)
     text = rollmill("inspect", timed_run.location, "--costs", "--step", "1")
     assert "of the servers' seconds that made trajectories, 0.0% went to ones not trained on" in text
-    assert "servers and ranks together had 30.0 s in 1 step of 10.0 s" in text
+    assert "1 step took 10.0 s; servers and ranks together had 30.0 s" in text
 
 
 def test_options_that_costs_do_not_have_are_refused(rollmill: Command, timed_run: RunFolder) -> None:

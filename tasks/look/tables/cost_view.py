@@ -70,7 +70,7 @@ def make_costs_view(folder: RunFolder, ledger: Ledger, selection: Selection | No
     steps_s = float(ledger.steps["us"].sum()) / SECOND_US
     values = {"run": folder.location, "seconds": steps_s, "process_seconds": whole_s, "costs": rows}
     notes = [
-        f"servers and ranks together had {whole_s:.1f} s in {count_noun(len(ledger.steps), 'step')} of {steps_s:.1f} s",
+        f"{count_noun(len(ledger.steps), 'step')} took {steps_s:.1f} s; servers and ranks together had {whole_s:.1f} s",
         *_describe_unused(costs),
         *limit_notes(len(rows), len(table)),
     ]

@@ -145,10 +145,10 @@ class PolicyAlias:
         record = self.current()
         if record is None:
             raise ConfigError("alias", self.location, "there is no such alias; `rollmill promote` makes it")
-        _, now = self._promotion(record, self.current_key())
-        if not now.previous:
+        _, promoted = self._promotion(record, self.current_key())
+        if not promoted.previous:
             raise ConfigError("alias", self.location, "no earlier policy is in its history")
-        return self._promotion(self.read(now.previous), now.previous)
+        return self._promotion(self.read(promoted.previous), promoted.previous)
 
     def _promotion(self, record: AliasRecord, key: str) -> tuple[str, AliasRecord]:
         """Return the record of the promotion that a record leads to."""
