@@ -1,9 +1,11 @@
 """A scaled Prefect server: the settings of deploy/kubernetes, a real Postgres, a real Redis, two API servers."""
 
 from collections.abc import Iterator
+from datetime import timedelta
 
 import httpx
 import pytest
+from prefect_redis.messaging import RedisMessagingPublisherSettings
 
 from rollmill.flows.prefect_integration import local_server
 from tests.stubs.prefect_cluster import SETTINGS, Cluster, prefect_cluster, settings_of
@@ -53,6 +55,14 @@ def test_no_message_was_dropped(cluster: Cluster) -> None:
     logs = "".join(process.log.read_text() for process in cluster.processes.values() if process.log)
     assert "dead letter" not in logs
     assert "Dropping event" not in logs
+
+
+def test_no_timer_publishes_events_while_others_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in settings_of(SETTINGS / "prefect-server.env").items():
+        monkeypatch.setenv(name, value)
+    publisher = RedisMessagingPublisherSettings()
+    assert publisher.batch_size == 1
+    assert publisher.publish_every > timedelta(days=300)
 
 
 def test_local_server_runs_with_the_same_settings_where_both_have_one() -> None:
