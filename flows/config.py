@@ -298,6 +298,38 @@ class RescoreConfig(FlowConfig):
     observe: ObserveConfig = setting(ObserveConfig(), "What is measured and recorded.")
 
 
+class AnnotateConfig(FlowConfig):
+    """Settings of the flow annotate, which stores a teacher's log-probabilities of stored rollouts."""
+
+    teacher: str = setting(
+        "",
+        "Folder of the teacher's model (Hugging Face format), or its name on the Hugging Face hub; with serve.urls the name of the "
+        "model that the servers have. It has no default.",
+        basic=True,
+    )
+    name: str = setting(
+        "",
+        "Name under which the log-probabilities are stored, of letters, digits and . _ + -; empty: the last part of `teacher`.",
+        basic=True,
+    )
+    first_step: int = setting(0, "First step.", ge=0, basic=True)
+    last_step: int = setting(-1, "Last step; -1: the last stored one.", ge=-1, basic=True)
+    where: str = setting(
+        "",
+        "Condition in SQL on the stored groups, such as `env = 'addition'` (docs/rescoring.md has the columns); empty: all.",
+        basic=True,
+    )
+    max_in_flight: int = setting(256, "Largest number of concurrent requests to the teacher.", ge=1)
+    start_timeout_s: float = setting(
+        600.0,
+        "Time limit for a launched trainer or vLLM server to become healthy, in seconds.",
+        gt=0.0,
+        le=YEAR_S,
+    )
+    serve: ServeConfig = setting(ServeConfig(), "The vLLM servers of the teacher.")
+    store: StoreConfig = setting(StoreConfig(), "The data sets.")
+
+
 class RunConfig(FlowConfig):
     """Settings of a run, whichever flow works on it."""
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, WithJsonSchema
 
-from rollmill.flows.config import RescoreConfig, RunConfig
+from rollmill.flows.config import AnnotateConfig, RescoreConfig, RunConfig
 from rollmill.flows.environment_config import may_differ
 from rollmill.flows.presets import merge_settings
 from rollmill.flows.settings import UNREAD_BY_COLLECT, settings
@@ -160,6 +160,7 @@ COLLECT = RunForm(RunConfig, UNREAD_BY_COLLECT)
 EVALUATE = RunForm(RunConfig, frozenset({"checkpoint", "sync", "retrain", *_NOT_EVALUATED}))
 RETRAIN = RunForm(RunConfig, frozenset({"environments", *_NOT_SAMPLED}))
 RESCORE = RunForm(RescoreConfig)
+ANNOTATE = RunForm(AnnotateConfig)
 
 FORMS = {
     "post-train": POST_TRAIN,
@@ -167,6 +168,7 @@ FORMS = {
     "evaluate": EVALUATE,
     "retrain": RETRAIN,
     "rescore": RESCORE,
+    "annotate": ANNOTATE,
 }
 """The form of each flow, by the flow's name."""
 
@@ -175,3 +177,6 @@ CollectSettings = Annotated[RunConfig, BeforeValidator(merge_advanced), WithJson
 EvaluateSettings = Annotated[RunConfig, BeforeValidator(merge_advanced), WithJsonSchema(EVALUATE.schema())]
 RetrainSettings = Annotated[RunConfig, BeforeValidator(merge_advanced), WithJsonSchema(RETRAIN.schema())]
 RescoreSettings = Annotated[RescoreConfig, BeforeValidator(merge_advanced), WithJsonSchema(RESCORE.schema())]
+AnnotateSettings = Annotated[
+    AnnotateConfig, BeforeValidator(merge_advanced), WithJsonSchema(ANNOTATE.schema())
+]

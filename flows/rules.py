@@ -303,12 +303,31 @@ def _trainer_rules(config: RunConfig) -> list[Rule]:
 def _reference_rules(config: RunConfig) -> list[Rule]:
     """Return the rules for the settings of the reference policy of the KL term."""
     rollout, train = config.rollout, config.train
+    is_distilled = config.score.advantage == "zero"
     return [
         (
             "train.kl.reference",
             train.kl.reference == "none" and train.kl.coef > 0.0,
             f"train.kl.coef = {train.kl.coef:g} needs a reference policy: set train.kl.reference to frozen (a copy in the "
-            "trainer) or deployment (vLLM servers at train.kl.urls), or train.kl.coef to 0",
+            "trainer), deployment (vLLM servers at train.kl.urls) or stored (a teacher's stored log-probabilities), or "
+            "train.kl.coef to 0",
+        ),
+        (
+            "train.kl.reference",
+            train.kl.reference == "stored" and not config.retrain.sources,
+            "reads a teacher's log-probabilities of stored rollouts, for `rollmill retrain`; a run that samples has new ones: set it "
+            "to frozen (train.kl.model) or deployment (train.kl.urls)",
+        ),
+        (
+            "train.kl.coef",
+            is_distilled and train.kl.coef == 0.0,
+            "must be above 0 with score.advantage: zero, since nothing but the KL term trains then",
+        ),
+        (
+            "train.kl.model",
+            is_distilled and train.kl.reference == "frozen" and not train.kl.model,
+            "give the teacher's folder, or its name on the Hugging Face hub: without it the reference is the start model, which has "
+            "nothing to teach; or set train.kl.reference to deployment (train.kl.urls) or stored (train.kl.teacher)",
         ),
         (
             "train.kl.urls",

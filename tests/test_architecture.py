@@ -22,6 +22,7 @@ FLOWS = sorted(
     if file.stem != "__init__"
 )
 DEPLOYED = (
+    "rollmill.flows.annotate",
     "rollmill.flows.collect",
     "rollmill.flows.evaluate",
     "rollmill.flows.post_train",

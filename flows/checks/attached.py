@@ -2,14 +2,17 @@
 
 import asyncio
 import os
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from functools import partial
 from http import HTTPStatus
+from typing import Any
 
 import msgspec
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.config import AnnotateConfig, RunConfig
 from rollmill.flows.settings import HIDDEN
 from rollmill.tasks.errors import ConfigError, RequestError, TransientRequestError
+from rollmill.tasks.serve.config import ServeConfig
 from rollmill.tasks.serve.http_connection import TRANSIENT_STATUSES, HttpConnection
 from rollmill.tasks.serve.vllm_client import PATIENCE
 from rollmill.tasks.serve.vllm_launch import API_KEY_ENV, LOGPROBS_MODE, PLUGIN_REMEDY, TRANSFER_BACKEND
@@ -55,24 +58,31 @@ async def check_attached(config: RunConfig, *, samples: bool = True, trains: boo
     Raises:
         ConfigError: one does not answer within ATTACH_TIMEOUT_S or lacks something; names the setting.
     """
-    urls = [("serve.urls", url) for url in config.serve.urls if samples]
+    checks = [
+        _check("serve.urls", url, partial(_check_vllm, config, url)) for url in config.serve.urls if samples
+    ]
     if trains and config.train.kl.reference == "deployment":
-        urls += [("train.kl.urls", url) for url in config.train.kl.urls]
-    urls += [("train.url", config.train.url)] if trains and config.train.url else []
-    await asyncio.gather(*(_check(config, field, url) for field, url in urls))
+        checks += _reference_checks("train.kl.urls", config.train.kl.urls, config.serve)
+    if trains and config.train.url:
+        checks.append(_check("train.url", config.train.url, partial(_check_trainer, config)))
+    await asyncio.gather(*checks)
 
 
-async def _check(config: RunConfig, field: str, url: str) -> None:
+async def check_teacher_servers(config: AnnotateConfig) -> None:
+    """Check the running vLLM servers of a teacher, at serve.urls; errors as for `check_attached`."""
+    await asyncio.gather(*_reference_checks("serve.urls", config.serve.urls, config.serve))
+
+
+def _reference_checks(field: str, urls: Sequence[str], serve: ServeConfig) -> list[Coroutine[Any, Any, None]]:
+    return [_check(field, url, partial(_check_reference, field, url, serve.max_model_len)) for url in urls]
+
+
+async def _check(field: str, url: str, check: Callable[[HttpConnection], Awaitable[None]]) -> None:
     key_env = TOKEN_ENV if field == "train.url" else API_KEY_ENV
     connection = HttpConnection(url, api_key=os.environ.get(key_env, ""), connect_timeout_s=_CONNECT_S)
     try:
         async with asyncio.timeout(ATTACH_TIMEOUT_S):
-            if field == "train.url":
-                await _check_trainer(config, connection)
-            elif field == "train.kl.urls":
-                await _check_reference(config, url, connection)
-            else:
-                await _check_vllm(config, url, connection)
+            await check(connection)
     except TimeoutError:
         within = f"within {ATTACH_TIMEOUT_S:g} s"
         raise ConfigError(
@@ -114,25 +124,25 @@ async def _ask_to_generate(url: str, connection: HttpConnection) -> int:
     return generate
 
 
-async def _check_reference(config: RunConfig, url: str, connection: HttpConnection) -> None:
-    """Raise ConfigError if a reference server cannot return the log-probabilities of a sequence of serve.max_model_len tokens."""
+async def _check_reference(field: str, url: str, max_tokens: int, connection: HttpConnection) -> None:
+    """Raise ConfigError if a reference server cannot return the log-probabilities of a sequence of `max_tokens` tokens."""
     generate = await _ask_to_generate(url, connection)
     status, body = await _answer(connection, "GET", "/v1/models", _CONNECT_S)
     # vLLM samples at least one token after a prompt.
-    needed = config.serve.max_model_len + 1
+    needed = max_tokens + 1
     try:
         longest = min(each.max_model_len for each in msgspec.json.decode(body, type=_Models).data)
     except (msgspec.DecodeError, ValueError):
         remedy = f"the service there is not a vLLM server (/v1/models: {status})"
-        raise ConfigError("train.kl.urls", url, remedy) from None
+        raise ConfigError(field, url, remedy) from None
     if generate == HTTPStatus.NOT_FOUND:
-        raise ConfigError("train.kl.urls", url, "start the reference server with --enable-scale-out")
+        raise ConfigError(field, url, "start the reference server with --enable-scale-out")
     if longest < needed:
         remedy = (
             f"start the reference server with --max-model-len {needed}: the longest sequence and one more token; if the "
             "model's own limit is lower, set VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 in its environment too"
         )
-        raise ConfigError("train.kl.urls", url, remedy)
+        raise ConfigError(field, url, remedy)
 
 
 async def _check_vllm(config: RunConfig, url: str, connection: HttpConnection) -> None:

@@ -50,6 +50,34 @@ def rescore(
 
 
 @commands.command(rich_help_panel=PANEL)
+def annotate(
+    run: RunLocation,
+    teacher: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="Model folder, or name on the Hugging Face hub; with --set serve.urls the name that the servers have for it.",
+        ),
+    ],
+    name: Annotated[
+        str, typer.Option(help="Name of its log-probabilities; default: the last part of MODEL.")
+    ] = "",
+    steps: Annotated[str, typer.Option(metavar="A:B", help="Only steps A to B - 1.")] = "",
+    where: Annotated[
+        str,
+        typer.Option(metavar="SQL", help="Condition on the stored groups, such as: env = 'addition'."),
+    ] = "",
+    overrides: Overrides = None,
+) -> None:
+    """Store a teacher's log-probabilities of a run's stored rollouts, to distill from; those that are stored are kept."""
+    from rollmill.flows.commands.stored_runs import annotate_config, annotate_here
+    from rollmill.flows.run.folder import find_run
+
+    folder = find_run(run)
+    annotate_here(folder, annotate_config(folder, tuple(overrides or ()), teacher, name, steps, where))
+
+
+@commands.command(rich_help_panel=PANEL)
 def evaluate(
     origin: Annotated[
         str,

@@ -43,6 +43,7 @@ TRAINER_SETTINGS = (
     "train.kl.reference",
     "train.kl.model",
     "train.kl.urls",
+    "train.kl.teacher",
     "train.replay_routing",
     "train.head_dtype",
 )

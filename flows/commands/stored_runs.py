@@ -1,4 +1,4 @@
-"""The commands `rescore`, `evaluate`, `replay`, `verify-sync` and `compact`, which work on a stored run."""
+"""The commands `rescore`, `annotate`, `evaluate`, `replay`, `verify-sync` and `compact`, which work on a stored run."""
 
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -10,11 +10,13 @@ import typer
 
 from rollmill.flows.checks.machine_needs import check_trainer
 from rollmill.flows.checks.preflight import preflight
+from rollmill.flows.checks.teacher_machine import check_teacher_machine
 from rollmill.flows.commands.flow_process import NOT_COMPARED, UNCHANGED, run_flow
-from rollmill.flows.config import RescoreConfig, RunConfig
+from rollmill.flows.config import AnnotateConfig, RescoreConfig, RunConfig
 from rollmill.flows.offline.attribution_table import Attribution, attribution_page
 from rollmill.flows.offline.replay_comparison import choose_versions
 from rollmill.flows.offline.stored_step import check_step
+from rollmill.flows.offline.teacher import check_annotation, is_annotated
 from rollmill.flows.offline.unscored import check_rescoring, is_rescored
 from rollmill.flows.presets import preset_name, preset_values
 from rollmill.flows.run.folder import LAST_VERSION, choose_version, find_run, is_run, run_folder, store_root
@@ -90,6 +92,55 @@ def rescore_here(folder: RunFolder, config: RescoreConfig) -> None:
 
     check_rescoring(folder, config)
     run_flow(call, is_done=lambda: is_rescored(folder, config))
+
+
+def annotate_config(
+    folder: RunFolder,
+    overrides: Sequence[str],
+    teacher: str,
+    name: str = "",
+    steps: str = "",
+    where: str = "",
+) -> AnnotateConfig:
+    """Return the settings of the flow annotate: those of the run's servers, changed by the command line's options and overrides.
+
+    Args:
+        folder: of the run.
+        overrides: key=value.
+        teacher: folder of its model, its name on the Hugging Face hub, or with serve.urls the name that the servers have for it.
+        name: under which its log-probabilities are stored; empty: the last part of `teacher`.
+        steps: "A:B" for steps A to B - 1; either may be left out; empty: all.
+        where: condition in SQL on the groups; empty: all.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    stored = read_manifest(folder).config
+    # The addresses of a run's servers are those of its policy.
+    values: dict[str, Any] = {
+        "serve": stored.get("serve", {}) | {"urls": []},
+        "store": stored.get("store", {}) | {"root": store_root(folder)},
+        "teacher": teacher,
+        "name": name,
+        "where": where,
+        **_parse_steps(steps),
+    }
+    with name_override(folder, overrides):
+        return parse_settings(AnnotateConfig, apply_overrides(values, overrides))
+
+
+def annotate_here(folder: RunFolder, config: AnnotateConfig) -> None:
+    """Run the flow annotate in this process; ConfigError if something is missing, before anything starts."""
+
+    def call() -> Coroutine[Any, Any, str]:
+        from rollmill.flows.annotate import annotate
+
+        return annotate(folder.name, config)
+
+    check_annotation(folder, config)
+    if not is_annotated(folder, config):
+        check_teacher_machine(config)
+    run_flow(call, is_done=lambda: is_annotated(folder, config))
 
 
 def evaluate_config(origin: str, overrides: Sequence[str], name: str = "") -> tuple[str, RunConfig]:

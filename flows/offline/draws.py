@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Self
 
 from rollmill.flows.config import RunConfig
-from rollmill.flows.offline.retrain_sources import find_source_steps
+from rollmill.flows.offline.retrain_sources import check_teacher_rows, find_source_steps
 from rollmill.flows.run.folder import find_run
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.run_frames import RunFrames
@@ -64,15 +64,21 @@ class GroupPool:
         """Read the groups of `config.retrain.sources` that can be trained on; one that several sources share counts once.
 
         Raises:
-            ConfigError: a source is not a run or lacks the scores, or no group can be trained on.
+            ConfigError: a source is not a run or lacks the scores, no group can be trained on, or trajectories lack the
+                log-probabilities of train.kl.teacher.
         """
         trainable: list[StoredGroup] = []
         left_out: Counter[str] = Counter()
+        ids: dict[tuple[str, int], list[str]] = {}
         for group, outcomes in _all_outcomes(config):
             if any(not outcome.reason for outcome in outcomes):
                 trainable.append(group)
+                trained = (survivor for outcome in outcomes for survivor, *_ in outcome.trained)
+                ids.setdefault((group.source, group.step), []).extend(each.trajectory_id for each in trained)
             else:
                 left_out[outcomes[0].reason] += 1
+        if config.train.kl.reference == "stored":
+            check_teacher_rows(config.train.kl.teacher, ids)
         groups, order = _order_groups(config, trainable)
         if n_left_out := len(trainable) - len(groups):
             left_out["weight 0"] += n_left_out

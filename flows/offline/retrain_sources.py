@@ -1,6 +1,7 @@
 """The source runs of the flow retrain: which of their steps are used, and checks before anything starts."""
 
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from rollmill.flows.config import RunConfig
@@ -12,8 +13,9 @@ from rollmill.tasks.look.tables.run_frames import RunFrames
 from rollmill.tasks.rollout.config import SamplingConfig
 from rollmill.tasks.score.advantages import resolve_advantage
 from rollmill.tasks.score.terms import check_scorer, resolve_terms
-from rollmill.tasks.store.folders import RunFolder
-from rollmill.tasks.store.reader import list_scorers, list_steps
+from rollmill.tasks.store.folders import POLICIES, RunFolder
+from rollmill.tasks.store.logprob_rows import teacher_identity
+from rollmill.tasks.store.reader import list_policies, list_scorers, list_steps, read
 from rollmill.tasks.store.run.manifest import read_manifest
 from rollmill.tasks.store.run.resume import list_done_steps
 
@@ -101,6 +103,36 @@ def find_source_steps(config: RunConfig) -> list[tuple[RunFolder, dict[int, set[
     return found
 
 
+def check_teacher_rows(teacher: str, ids: Mapping[tuple[str, int], Collection[str]]) -> None:
+    """Refuse to train on trajectories without a teacher's stored log-probabilities, or with those of two models of its name.
+
+    `ids` are the trajectories by the location of the run that sampled them and their step.
+
+    Raises:
+        ConfigError: names the run, the first trajectory and the command that stores them.
+    """
+    models: set[str] = set()
+    for source in dict.fromkeys(source for source, _ in ids):
+        folder, missing, total = RunFolder(source), list[str](), 0
+        for (_, step), wanted in ((key, each) for key, each in ids.items() if key[0] == source):
+            rows = read(folder, "logprobs", ["trajectory_id", "model"], policy=teacher, step=step)
+            known = set(rows["trajectory_id"].to_pylist())
+            models.update(map(str, rows["model"].to_pylist()))
+            missing += [each for each in wanted if each not in known]
+            total += len(wanted)
+        if missing:
+            others = [each for each in list_policies(folder) if each not in POLICIES]
+            remedy = (
+                f"{len(missing)} of {total} trajectories of {source} have no log-probabilities by it, such as {missing[0]}: "
+                f"`rollmill annotate {source} --teacher MODEL --name {teacher}` stores them; it has those of "
+                f"{', '.join(others) or 'no teacher'}"
+            )
+            raise ConfigError("train.kl.teacher", teacher, remedy)
+    if len({teacher_identity(each) for each in models}) > 1:
+        remedy = f"the sources have log-probabilities of this name by different models: {', '.join(sorted(models))}"
+        raise ConfigError("train.kl.teacher", teacher, remedy)
+
+
 def check_tokenizers(config: RunConfig) -> None:
     """Refuse sources whose vocabulary differs from the start model's; missing models are not compared.
 
@@ -114,14 +146,14 @@ def check_tokenizers(config: RunConfig) -> None:
         except ValueError:
             # Settings of another version of Rollmill: the source's model is unknown.
             continue
-        vocabularies = [_vocabulary(folder / "tokenizer.json") for folder in (ours, theirs)]
+        vocabularies = [read_vocabulary(folder / "tokenizer.json") for folder in (ours, theirs)]
         # Tokenizers with other pre-tokenization or templates are fine: stored token ids are used as they are.
         if all(vocabularies) and vocabularies[0] != vocabularies[1]:
             remedy = f"its rollouts have tokens of {theirs}, whose vocabulary differs from that of the start model {ours}"
             raise ConfigError("retrain.sources", source.location, remedy)
 
 
-def _vocabulary(path: Path) -> list[object]:
+def read_vocabulary(path: Path) -> list[object]:
     """Return the vocabulary in a tokenizer.json: its model's, and (id, token) of added tokens; [] if the file is missing."""
     try:
         stored = json.loads(path.read_bytes())

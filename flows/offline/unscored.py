@@ -80,8 +80,8 @@ def check_rescoring(folder: RunFolder, config: RescoreConfig) -> None:
         raise ConfigError(
             "--steps", config.first_step, f"{bounds}; {folder.location} has rollouts of {there_are}"
         )
-    if config.where and not _find_groups(folder, config):
-        raise ConfigError("where", config.where, f"no group of {folder.location} meets it")
+    if config.where:
+        find_groups(folder, config.where)
 
 
 def is_rescored(folder: RunFolder, config: RescoreConfig) -> bool:
@@ -127,7 +127,7 @@ class UnscoredRows:
 
     @cached_property
     def _chosen(self) -> Mapping[int, set[int]]:
-        return _find_groups(self._folder, self._config)
+        return find_groups(self._folder, self._config.where)
 
     def _select(self, step: UnscoredStep, rows: Rows) -> Rows:
         """Return the rows of a step's groups that meet the condition."""
@@ -190,16 +190,19 @@ def _list_steps(folder: RunFolder, config: RescoreConfig) -> list[UnscoredStep]:
     ]
 
 
-def _find_groups(folder: RunFolder, config: RescoreConfig) -> Mapping[int, set[int]]:
-    """Return the groups that meet the condition, by step; its rewards are those that the run trains on.
+def find_groups(folder: RunFolder, where: str) -> Mapping[int, set[int]]:
+    """Return the groups that meet a condition in SQL, by step; its rewards are those that the run trains on.
 
     Raises:
-        ConfigError: it is no condition, or has rewards and the run does not say by which scorer.
+        ConfigError: it is no condition, no group meets it, or it has rewards and the run does not say by which scorer.
     """
     known = list_scorers(folder)
     # Without rewards any will do: a run with several scorers need not say which one it trains on.
-    scorer = known[0] if known and not _REWARDS.search(config.where) else ""
-    return RunFrames([folder], scorer).find_groups("where", config.where)
+    scorer = known[0] if known and not _REWARDS.search(where) else ""
+    found = RunFrames([folder], scorer).find_groups("where", where)
+    if not found:
+        raise ConfigError("where", where, f"no group of {folder.location} meets it")
+    return found
 
 
 def _partition(step: UnscoredStep) -> dict[str, int]:

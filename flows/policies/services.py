@@ -130,15 +130,24 @@ class ServerService:
         logs: folder for a launched server's log, vllm-NUMBER.log.
         number: its number among the run's servers, from 0.
         gpus: of a launched server, as CUDA_VISIBLE_DEVICES; empty: what this process sees.
+        variables: added to a launched server's environment.
 
     Attributes:
         span_processes: its name in spans.
     """
 
-    def __init__(self, config: RunConfig, model: Path, logs: Path, number: int, gpus: str = "") -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        model: Path,
+        logs: Path,
+        number: int,
+        gpus: str = "",
+        variables: Mapping[str, str] = {},
+    ) -> None:
         serve = config.serve
         self._config, self._model, self._logs, self._number = config, model, logs, number
-        self._gpus = gpus
+        self._gpus, self._variables = gpus, variables
         self._keeps_routing = config.rollout.keep_routing
         self.is_ours = not serve.urls
         self._port = free_port()
@@ -173,7 +182,10 @@ class ServerService:
                     chat_template_kwargs=self._config.rollout.chat_template_kwargs,
                 ),
                 log=self._logs / f"vllm-{self._number}.log",
-                env=vllm_launch.vllm_environment(serve, api_key=self._key, gpus=self._gpus),
+                env={
+                    **vllm_launch.vllm_environment(serve, api_key=self._key, gpus=self._gpus),
+                    **self._variables,
+                },
             )
         await self.client.wait_until_healthy(self._config.start_timeout_s, self.process)
         await self._warm_up(self.process)
@@ -276,12 +288,18 @@ async def open_services(
 
 
 def create_servers(
-    config: RunConfig, model: Path, logs: Path, gpus: GpuAssignment
+    config: RunConfig, model: Path, logs: Path, gpus: GpuAssignment, variables: Mapping[str, str] = {}
 ) -> tuple[ServerService, ...]:
-    """Create the vLLM servers of a run, attached or with GPUs to be launched on, without starting them."""
+    """Create the vLLM servers of a run, attached or with GPUs to be launched on, without starting them.
+
+    `variables` are added to the environment of launched ones.
+    """
     if config.serve.urls:
         return tuple(ServerService(config, model, logs, number) for number in range(len(config.serve.urls)))
-    return tuple(ServerService(config, model, logs, number, seen) for number, seen in enumerate(gpus.servers))
+    return tuple(
+        ServerService(config, model, logs, number, seen, variables)
+        for number, seen in enumerate(gpus.servers)
+    )
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 import yaml
 
-from rollmill.flows.config import RescoreConfig
+from rollmill.flows.config import AnnotateConfig, RescoreConfig
 from rollmill.flows.forms import FORMS
 from rollmill.flows.presets import PRESETS
 from rollmill.flows.settings import load
@@ -32,7 +32,7 @@ def preset(name: str, overrides: Sequence[str] = (), flow: str = "post-train") -
     Args:
         name: of the preset.
         overrides: key=value.
-        flow: whose form has the settings: post-train, collect, evaluate, retrain or rescore.
+        flow: whose form has the settings: post-train, collect, evaluate, retrain, rescore or annotate.
 
     Returns:
         `config`: the preset's settings, as the flow's form has them; `folder`: the working folder; `engine`: the command
@@ -42,6 +42,8 @@ def preset(name: str, overrides: Sequence[str] = (), flow: str = "post-train") -
     if flow == "rescore":
         sections = config.model_dump(mode="json", include={"score", "store", "observe"})
         config = RescoreConfig.model_validate(sections)
+    if flow == "annotate":
+        config = AnnotateConfig.model_validate(config.model_dump(mode="json", include={"serve", "store"}))
     return {"config": FORMS[flow].values(config), "folder": str(Path.cwd()), "engine": ENGINE}
 
 

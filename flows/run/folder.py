@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rollmill.flows.config import RescoreConfig, RunConfig
+from rollmill.flows.config import AnnotateConfig, RescoreConfig, RunConfig
 from rollmill.flows.settings import find_fixed_settings
 from rollmill.tasks.errors import ConfigError, RunFinishedError
 from rollmill.tasks.store.config import StoreConfig
@@ -24,7 +24,7 @@ MAX_NAMED_RUNS = 10
 RunName = Annotated[str, Field(pattern=RUN_NAME)]
 
 
-def run_folder(name: str, config: RunConfig | RescoreConfig) -> RunFolder:
+def run_folder(name: str, config: RunConfig | RescoreConfig | AnnotateConfig) -> RunFolder:
     """Return the folder `store.root`/NAME of a run; ConfigError if the name has characters that a folder may not have."""
     if not re.fullmatch(RUN_NAME, name):
         raise ConfigError(

@@ -18,10 +18,11 @@ from rollmill.tasks.observe.spans import current_lane, record_span, span, within
 from rollmill.tasks.serve.vllm_client import VllmClient
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.logprob_rows import make_logprob_rows
-from rollmill.tasks.store.reader import read, read_trajectories, scan
+from rollmill.tasks.store.reader import read, read_trajectories
 from rollmill.tasks.store.rows import Rows, rows_from_table
 from rollmill.tasks.store.run.writable_run import OpenRun
 from rollmill.tasks.store.segments import SEGMENT_COLUMNS, index_sequences, read_segments
+from rollmill.tasks.store.stored_batch import list_origins
 
 NO_STEP = -1
 
@@ -139,13 +140,15 @@ class Answer(NamedTuple):
 
 
 class ReferenceDeployment:
-    """Requests trajectories' log-probabilities by the reference policy from vLLM servers, and stores them.
+    """Requests trajectories' log-probabilities by a reference policy or a teacher from vLLM servers, and stores them.
 
     Args:
         store: stores the rows.
         servers: all with the same model.
         max_in_flight: concurrent requests.
         warn: prints a warning.
+        policy: under which the rows are stored: `reference`, or a teacher's name.
+        model: stored with each row; empty: the name that the server has for its model.
     """
 
     def __init__(
@@ -154,8 +157,11 @@ class ReferenceDeployment:
         servers: Sequence[ReferenceServer],
         max_in_flight: int,
         warn: Callable[[str], None],
+        policy: str = "reference",
+        model: str = "",
     ) -> None:
         self._store, self._servers, self._warn = store, servers, warn
+        self._policy, self._model_name = policy, model
         self._slots = asyncio.Semaphore(max_in_flight)
         self._open_requests: Counter[ReferenceServer] = Counter()
         self._models: dict[ReferenceServer, str] = {}
@@ -169,7 +175,7 @@ class ReferenceDeployment:
         lane = current_lane()
         try:
             with within(lane=f"{lane.name}/reference" if lane else None), span("recomputing"):
-                await self._ask(step, rollouts)
+                await self.request(step, rollouts)
         except RequestError as error:
             if not self._has_failed:
                 self._warn(f"train.kl.urls: {error}; the request is repeated before training")
@@ -185,10 +191,15 @@ class ReferenceDeployment:
         """
         for origin, origin_step, ids in await asyncio.to_thread(_find_missing, self._store.folder, step):
             rows = await asyncio.to_thread(read_trajectories, origin, origin_step, ids, READ)
-            await self._ask(step, rows_from_table(rows))
+            await self.request(step, rows_from_table(rows))
 
-    async def _ask(self, step: int, rollouts: Rows) -> None:
-        """Request log-probabilities for these rollouts concurrently, store those received, then raise the first error."""
+    async def request(self, step: int, rollouts: Rows) -> None:
+        """Request log-probabilities for these rollouts concurrently, store those received, then raise the first error.
+
+        Raises:
+            RequestError: no server answered; names the trajectory.
+            ConfigError: a trajectory was sampled at a temperature other than 1.
+        """
         # Not a TaskGroup: one failed request must not cancel the others, whose answers are stored.
         outcomes = await asyncio.gather(
             *(self._answer(row) for row in rollouts.select(READ).to_pylist()), return_exceptions=True
@@ -197,7 +208,7 @@ class ReferenceDeployment:
         if answers:
             ids, models, logprobs = zip(*answers, strict=True)
             rows = make_logprob_rows(self._store.manifest.run, step, models, ids, logprobs)
-            await self._store.writer.append("logprobs", rows, policy="reference", step=step)
+            await self._store.writer.append("logprobs", rows, policy=self._policy, step=step)
         for each in outcomes:
             if isinstance(each, BaseException):
                 raise each
@@ -232,9 +243,13 @@ class ReferenceDeployment:
                 errors.append(error)
             finally:
                 self._open_requests[server] -= 1
-        raise RequestError(f"no reference server answers for trajectory {name}: {errors[-1]}") from errors[-1]
+        raise RequestError(
+            f"no {self._policy} server answers for trajectory {name}: {errors[-1]}"
+        ) from errors[-1]
 
     async def _model(self, server: ReferenceServer) -> str:
+        if self._model_name:
+            return self._model_name
         if server not in self._models:
             self._models[server] = await server.model()
         return self._models[server]
@@ -242,12 +257,15 @@ class ReferenceDeployment:
 
 def _find_missing(folder: RunFolder, step: int) -> list[tuple[RunFolder, int, list[str]]]:
     """Find the trajectories of a step's batch without reference log-probabilities: (run, step, ids) where they were sampled."""
-    batch = scan(folder, "batches", ["trajectory_id", "source", "source_step"], step=step).collect()
-    stored = read(folder, "logprobs", ["trajectory_id"], policy="reference", step=step)
-    missing = batch.filter(~batch["trajectory_id"].is_in(stored["trajectory_id"].to_pylist()))
+    stored = set(
+        read(folder, "logprobs", ["trajectory_id"], policy="reference", step=step)[
+            "trajectory_id"
+        ].to_pylist()
+    )
     return [
-        (RunFolder(str(source)) if source else folder, int(str(source_step)), rows["trajectory_id"].to_list())
-        for (source, source_step), rows in missing.group_by("source", "source_step", maintain_order=True)
+        (origin, origin_step, missing)
+        for origin, origin_step, ids in list_origins(folder, step)
+        if (missing := [each for each in ids if each not in stored])
     ]
 
 

@@ -64,6 +64,11 @@ def none(rewards: np.ndarray) -> np.ndarray:
     return rewards
 
 
+def zero(rewards: np.ndarray) -> np.ndarray:
+    """Return [G] zeros: A_i = 0, so that the KL term alone trains, as in distillation. Example: [1, 0, 0, 1] gives [0, 0, 0, 0]."""
+    return np.zeros_like(rewards)
+
+
 def mean(rewards: np.ndarray) -> np.ndarray:
     """Return [G] rewards minus the group's mean. Example: [1, 0, 0, 1] gives [.5, -.5, -.5, .5].
 
@@ -123,6 +128,7 @@ def normalize_over_batch(advantages: np.ndarray, n_tokens: np.ndarray) -> np.nda
 
 ADVANTAGES: Mapping[str, Advantage] = {
     "none": Advantage(none, needs_spread=False, takes_columns=True),
+    "zero": Advantage(zero, needs_spread=False, takes_columns=True),
     "mean": Advantage(mean, takes_columns=True),
     "mean_std": Advantage(mean_std, takes_columns=True),
     "rloo": Advantage(rloo, takes_columns=True),

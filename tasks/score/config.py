@@ -68,7 +68,7 @@ class ScoreConfig(StageConfig):
     )
     advantage: str = setting(
         "mean",
-        "How advantages follow from rewards. none: the reward. mean: minus the group's mean. mean_std: that, divided by the "
+        "How advantages follow from rewards. none: the reward. zero: 0, for training by the KL term alone. mean: minus the group's mean. mean_std: that, divided by the "
         "group's standard deviation. rloo: minus the mean of the group's other rewards. reinforce_pp: minus the group's "
         "mean, divided by the batch's standard deviation. Or an import path package.module:function (docs/algorithms.md).",
         fixed=True,
@@ -107,6 +107,11 @@ class ScoreConfig(StageConfig):
     train_truncated: bool = setting(
         True,
         "Train on trajectories that reached the length limit; if off, they only count in the baseline of their group.",
+        fixed=True,
+    )
+    train_without_spread: bool = setting(
+        False,
+        "Train on groups whose rewards are all equal too, for a KL term or an entropy bonus; if off, they are left out.",
         fixed=True,
     )
     min_group_size: int = setting(

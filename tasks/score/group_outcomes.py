@@ -202,6 +202,9 @@ def _compute_members(
     # A finite reward may overflow here: `mean` of 1e39 and 0 is 5e38, more than a float32 can hold.
     with np.errstate(over="ignore", invalid="ignore"):
         if config.credit == "trajectory":
+            # Exactly 0 for rewards that differ by rounding alone, which a division by their deviation would enlarge.
+            if advantage.needs_spread and not differ(rewards):
+                return np.zeros(len(rewards), np.float32), ()
             return advantage.of_group(rewards).astype(np.float32), ()
         penalties = rewards - [member.reward for member in members]
         trajectories = [
@@ -240,7 +243,11 @@ def _advantage_reason(
     ]
     if config.credit == "trajectory" or any(each.any() for each in trained):
         return ""
-    return NO_REWARD_SPREAD if resolve_advantage(config.advantage).needs_spread else ""
+    return NO_REWARD_SPREAD if _needs_spread(config) else ""
+
+
+def _needs_spread(config: ScoreConfig) -> bool:
+    return resolve_advantage(config.advantage).needs_spread and not config.train_without_spread
 
 
 def _drop_reason(config: ScoreConfig, rewards: np.ndarray, *, is_short: bool, is_dropped: bool) -> str:
@@ -252,7 +259,7 @@ def _drop_reason(config: ScoreConfig, rewards: np.ndarray, *, is_short: bool, is
     # A subgroup of a complete group may have one trajectory, which no baseline can be computed for.
     if len(rewards) < (config.min_group_size or 2):
         return TOO_FEW_SURVIVORS
-    needs_spread = config.credit == "trajectory" and resolve_advantage(config.advantage).needs_spread
+    needs_spread = config.credit == "trajectory" and _needs_spread(config)
     return NO_REWARD_SPREAD if needs_spread and not differ(rewards) else ""
 
 

@@ -27,7 +27,7 @@ PARTITION_KEYS: Mapping[str, tuple[str, ...]] = dict.fromkeys(SCHEMAS, ("step",)
     "evaluations": ("version",),
 }
 
-# The policies whose log-probabilities the data set `logprobs` has.
+# The policies whose log-probabilities a run that trains stores in the data set `logprobs`; others are teachers.
 POLICIES = ("reference", "trainer")
 
 MANIFEST = "run.json"
@@ -36,9 +36,10 @@ FLOW_RUNS = "flow_runs.json"
 _ALLOWED = {
     "scorer": "NAME@VERSION of letters, digits and . _ + -",
     "env": "the name of an environment",
-    "policy": "reference or trainer",
+    "policy": "reference, trainer, or a teacher's name of letters, digits and . _ + -",
 }
 _SCORER = re.compile(r"[\w.+-]+@[\w.+-]+", re.ASCII)
+_POLICY = re.compile(r"[\w.+-]+", re.ASCII)
 
 
 S3_SCHEME = "s3://"
@@ -191,7 +192,7 @@ def _partition_text(key: str, value: PartitionValue) -> str:
             return quote(text, safe="")
         case "scorer", str(text) if _SCORER.fullmatch(text):
             return text
-        case "policy", str(text) if text in POLICIES:
+        case "policy", str(text) if _POLICY.fullmatch(text):
             return text
         case "step" | "version" | "epoch", int(number) if number >= 0:
             return f"{number:06d}"

@@ -26,6 +26,14 @@ def make_logprob_rows(
     return make_batch("logprobs", columns)
 
 
+def teacher_identity(model: str) -> str:
+    """Return the part of a row's `model` that identifies a teacher: the digest of its weights, or else the whole name.
+
+    Example: "qwen3-8b@0f3c" gives "0f3c", and "policy", the name that a running server gave, gives "policy".
+    """
+    return model.rpartition("@")[2]
+
+
 def scatter_to_trained(loss_mask: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Return [T] float32 with `values` at the positions where loss_mask ([T]) is True, NaN elsewhere.
 

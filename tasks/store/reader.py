@@ -293,6 +293,12 @@ def list_state_environments(folder: RunFolder) -> list[str]:
     return sorted({unquote(key.split("/")[1].removeprefix("env=")) for key in keys})
 
 
+def list_policies(folder: RunFolder) -> list[str]:
+    """List the policies with rows in the data set `logprobs`: `reference`, `trainer` and the names of teachers; sorted."""
+    keys = open_files(folder).keys("logprobs/policy=*/step=*/*.arrow")
+    return sorted({key.split("/")[1].removeprefix("policy=") for key in keys})
+
+
 def list_scorers(folder: RunFolder) -> list[str]:
     """List NAME@VERSION of every scorer with stored scores, sorted with digits as numbers: length@9 is before length@10."""
     keys = open_files(folder).keys("scores/scorer=*/step=*/*.arrow")

@@ -283,7 +283,9 @@ SCHEMAS: Mapping[str, pa.Schema] = {
         _STEP,
         _TRAJECTORY,
         _column(
-            "model", pa.string(), "policy that computed them: run:incarnation:version, or a model's name"
+            "model",
+            pa.string(),
+            "policy that computed them: run:incarnation:version, or a model's name; of a teacher NAME@DIGEST, the digest of its weights",
         ),
         _column(
             "logprobs",

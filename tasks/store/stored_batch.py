@@ -39,6 +39,18 @@ def read_batch_digest(folder: RunFolder, step: int) -> str:
     return batch_digest(read(folder, "batches", step=step))
 
 
+def list_origins(folder: RunFolder, step: int) -> list[tuple[RunFolder, int, list[str]]]:
+    """List where the trajectories of a step's batch were sampled: each run and step, with their ids."""
+    rows = read(folder, "batches", ["trajectory_id", "source", "source_step"], step=step).to_pylist()
+    found: dict[tuple[str, int], list[str]] = {}
+    for row in rows:
+        found.setdefault((row["source"], row["source_step"]), []).append(row["trajectory_id"])
+    return [
+        (RunFolder(source) if source else folder, source_step, ids)
+        for (source, source_step), ids in found.items()
+    ]
+
+
 def read_batch_sequences(folder: RunFolder, step: int, n: int) -> list[np.ndarray]:
     """Read the token ids, [T] int32 each, of at most `n` trajectories that are evenly spread over the batch of a step.
 

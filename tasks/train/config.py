@@ -21,10 +21,10 @@ class KLConfig(StageConfig):
     """Settings of the KL divergence."""
 
     coef: float = setting(0.0, "Coefficient of the KL divergence (beta); 0: none.", ge=0.0, basic=True)
-    reference: Literal["none", "frozen", "deployment"] = setting(
+    reference: Literal["none", "frozen", "deployment", "stored"] = setting(
         "none",
         "Source of the reference policy's log-probabilities. frozen: a frozen copy in the trainer. deployment: vLLM servers "
-        "at `urls`.",
+        "at `urls`. stored: those of `teacher`, stored with the rollouts that rollmill retrain trains on.",
         fixed=True,
         basic=True,
     )
@@ -43,6 +43,11 @@ class KLConfig(StageConfig):
     urls: tuple[Address, ...] = setting(
         (),
         "Addresses (http://host:port) of the vLLM servers with the reference policy, for reference: deployment.",
+        fixed=True,
+    )
+    teacher: str = setting(
+        "",
+        "Name of the teacher for reference: stored, as `rollmill annotate` stored its log-probabilities.",
         fixed=True,
     )
 
@@ -238,7 +243,7 @@ NOT_BY_STEP = {
         "url",
     ),
     *("micro_batch_tokens", "gradient_checkpointing", "layout", "command_timeout_s", "max_skipped_steps"),
-    *("kl.reference", "kl.model", "kl.urls"),
+    *("kl.reference", "kl.model", "kl.urls", "kl.teacher"),
 }
 
 

@@ -24,6 +24,7 @@ from rollmill.tasks.store.logprob_rows import make_logprob_rows, scatter_to_trai
 from rollmill.tasks.store.reader import read, read_chosen
 from rollmill.tasks.store.rows import name_first
 from rollmill.tasks.store.staged_rows import StagedRows, stage_rows
+from rollmill.tasks.store.stored_batch import list_origins
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.deepspeed_engine import Engine, Forward
 from rollmill.tasks.train.engine.reference_policy import Reference
@@ -104,28 +105,37 @@ def read_stored_logprobs(folder: str, step: int, ids: Sequence[str], config: Tra
     Raises:
         ShardError: a shard cannot be read.
     """
-    needed: dict[OtherPolicy, bool] = {
-        "reference": config.kl.reference != "none",
-        "trainer": config.old_logprobs == "trainer",
-    }
-    return {
-        policy: read_policy_logprobs(folder, step, policy, ids)
-        for policy, is_needed in needed.items()
-        if is_needed
-    }
+    run = RunFolder(folder)
+    found: dict[OtherPolicy, Mapping[str, np.ndarray]] = {}
+    if config.kl.reference == "stored":
+        found["reference"] = _read_teacher_logprobs(run, step, ids, config.kl.teacher)
+    elif config.kl.reference != "none":
+        found["reference"] = read_policy_logprobs(run, step, "reference", ids)
+    if config.old_logprobs == "trainer":
+        found["trainer"] = read_policy_logprobs(run, step, "trainer", ids)
+    return found
 
 
-def read_policy_logprobs(
-    folder: str, step: int, policy: OtherPolicy, ids: Sequence[str]
-) -> dict[str, np.ndarray]:
+def read_policy_logprobs(run: RunFolder, step: int, policy: str, ids: Sequence[str]) -> dict[str, np.ndarray]:
     """Read the stored log-probabilities of trajectories of a step under one policy: [T] nats by trajectory id.
 
     Raises:
         ShardError: a shard cannot be read.
     """
     columns = ["trajectory_id", "logprobs"]
-    rows = read_chosen(RunFolder(folder), "logprobs", ids, columns, policy=policy, step=step)
+    rows = read_chosen(run, "logprobs", ids, columns, policy=policy, step=step)
     return dict(zip(rows["trajectory_id"].to_pylist(), split_rows(rows["logprobs"]), strict=True))
+
+
+def _read_teacher_logprobs(
+    run: RunFolder, step: int, ids: Sequence[str], teacher: str
+) -> dict[str, np.ndarray]:
+    """Read a teacher's log-probabilities of trajectories of a step's batch from the runs that sampled them."""
+    wanted, found = set(ids), dict[str, np.ndarray]()
+    for origin, origin_step, of_origin in list_origins(run, step):
+        if chosen := [each for each in of_origin if each in wanted]:
+            found |= read_policy_logprobs(origin, origin_step, teacher, chosen)
+    return found
 
 
 def list_policy_logprobs(folder: str, step: int, policy: OtherPolicy) -> set[str]:
@@ -155,11 +165,15 @@ def check_stored_logprobs(samples: Samples, stored: StoredLogprobs) -> None:
 
 
 def check_missing_logprobs(samples: Samples, missing: MissingLogprobs, config: TrainConfig) -> None:
-    """Refuse a batch of which a reference deployment has not stored all log-probabilities; BatchRefusedError names the trajectories."""
-    if config.kl.reference == "deployment" and (rows := missing["reference"]):
+    """Refuse a batch without all log-probabilities of a reference that the trainer cannot compute; BatchRefusedError names the trajectories."""
+    origins = {
+        "deployment": "the reference deployment (train.kl.urls) in logprobs/policy=reference",
+        "stored": f"the teacher (train.kl.teacher) in logprobs/policy={config.kl.teacher} of their runs",
+    }
+    if (origin := origins.get(config.kl.reference)) and (rows := missing["reference"]):
         raise BatchRefusedError(
-            f"{len(rows)} trajectories have no log-probabilities of the reference deployment (train.kl.urls) in "
-            f"logprobs/policy=reference: {name_first(samples.trajectory_ids[row] for row in rows)}"
+            f"{len(rows)} trajectories have no log-probabilities of {origin}: "
+            f"{name_first(samples.trajectory_ids[row] for row in rows)}"
         )
 
 
@@ -249,7 +263,7 @@ class PolicyLogprobs:
             # during scoring and recomputing after a restart.
             lengths = [samples.outline(row).n_tokens for row in range(len(samples.trajectory_ids))]
             return plan_single_rows(rows, lengths, self.engine.world_size)
-        assert self._reference is not None, "a deployment's missing rows are refused before"
+        assert self._reference is not None, "missing rows of a deployment or a teacher are refused before"
         return self._reference.packer.plan(samples, rows, self.engine.world_size)
 
     def plan_missing(self, samples: Samples, missing: MissingLogprobs) -> list[list[list[list[int]]]]:
@@ -261,7 +275,7 @@ class PolicyLogprobs:
             return {}
         own = self.plan(policy, samples, rows)[dist.get_rank()]
         model = self.engine if policy == "trainer" else self._reference
-        assert model is not None, "a deployment's missing rows are refused before"
+        assert model is not None, "missing rows of a deployment or a teacher are refused before"
         return gather_rows(compute_row_logprobs(model, samples, own))
 
     def _stage(

@@ -213,4 +213,11 @@ def _reference_rules(config: TrainConfig) -> list[_Rule]:
             f"are servers of a reference deployment, and train.kl.reference is {config.kl.reference}: set it to "
             "deployment, or give none",
         ),
+        (
+            "train.kl.teacher",
+            config.kl.teacher,
+            bool(config.kl.teacher) != (config.kl.reference == "stored"),
+            f"is the name of a teacher whose log-probabilities are stored, for train.kl.reference: stored alone, and that is "
+            f"{config.kl.reference}",
+        ),
     ]

@@ -8,8 +8,9 @@ from prefect import Flow
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import validate
 
+from rollmill.flows.annotate import annotate
 from rollmill.flows.collect import collect
-from rollmill.flows.config import RescoreConfig, RunConfig
+from rollmill.flows.config import AnnotateConfig, RescoreConfig, RunConfig
 from rollmill.flows.evaluate import evaluate
 from rollmill.flows.forms import FORMS, merge_advanced
 from rollmill.flows.post_train import post_train
@@ -17,7 +18,8 @@ from rollmill.flows.rescore import rescore
 from rollmill.flows.retrain import retrain
 from rollmill.flows.settings import load, settings
 
-FLOWS: list[Flow[..., Any]] = [post_train, collect, evaluate, retrain, rescore]
+FLOWS: list[Flow[..., Any]] = [post_train, collect, evaluate, retrain, rescore, annotate]
+CONFIGS = {rescore: RescoreConfig, annotate: AnnotateConfig}
 FIRST = 25
 READ = {
     "post-train": {"train.lr", "checkpoint.every", "evaluate.every", "sync.transport"},
@@ -25,6 +27,7 @@ READ = {
     "evaluate": {"evaluate.n_prompts", "train.dtype", "serve.servers"},
     "retrain": {"retrain.sources", "rollout.groups_per_step", "train.lr", "evaluate.every"},
     "rescore": {"score.scorer", "first_step"},
+    "annotate": {"teacher", "serve.servers"},
 }
 NOT_READ = {
     "post-train": {"retrain.sources"},
@@ -32,6 +35,7 @@ NOT_READ = {
     "evaluate": {"train.lr", "checkpoint.every", "retrain.sources"},
     "retrain": {"rollout.max_refill_groups", "rollout.max_staleness"},
     "rescore": {"rollout.group_size", "train.lr"},
+    "annotate": {"rollout.group_size", "train.lr"},
 }
 
 
@@ -71,7 +75,7 @@ def test_the_form_of_a_run_begins_with_model_steps_and_what_is_sampled() -> None
 @pytest.mark.parametrize("flow", FLOWS, ids=lambda flow: flow.name)
 def test_a_form_has_the_settings_that_its_flow_reads_and_no_others(flow: Flow[..., Any]) -> None:
     shown = {name.removeprefix("advanced.") for name in fields(form(flow))}
-    assert shown <= settings(RescoreConfig if flow is rescore else RunConfig).keys()
+    assert shown <= settings(CONFIGS.get(flow, RunConfig)).keys()
     assert shown >= READ[flow.name]
     assert not shown & NOT_READ[flow.name]
 

@@ -56,6 +56,23 @@ from rollmill.tasks.train.config import TrainConfig
             ["train.kl.coef=0.1"],
             r"train\.kl\.reference = 'none': train\.kl\.coef = 0\.1 needs a reference .* or train\.kl\.coef to 0",
         ),
+        (
+            ["train.kl.reference=stored", "train.kl.teacher=big"],
+            r"train\.kl\.reference = 'stored': .* for `rollmill retrain`; a run that samples has new ones: set it to frozen",
+        ),
+        (
+            ["train.kl.teacher=big"],
+            r"train\.kl\.teacher = 'big': is the name of a teacher .* for train\.kl\.reference: stored alone, and that is none",
+        ),
+        (
+            ["train.kl.reference=stored", "retrain.sources=[runs/others]"],
+            r"train\.kl\.teacher = '': is the name of a teacher .* and that is stored",
+        ),
+        (["score.advantage=zero"], r"train\.kl\.coef = 0\.0: must be above 0 with score\.advantage: zero"),
+        (
+            ["score.advantage=zero", "train.kl.coef=1", "train.kl.reference=frozen"],
+            r"train\.kl\.model = '': give the teacher's folder, or its name on the Hugging Face hub: without it .* nothing to teach",
+        ),
         (["train.kl.reference=deployment"], r"train\.kl\.urls = \[\]: give the addresses"),
         (
             ["train.kl.reference=deployment", "train.kl.urls=[http://h:1]", "rollout.temperature=0.7"],

@@ -53,6 +53,20 @@ def test_a_group_without_spread_is_left_out_with_its_reason() -> None:
     assert compute_outcome([0.1, 0.1, 0.1]).reason == NO_REWARD_SPREAD
 
 
+@pytest.mark.parametrize("settings", [{"advantage": "zero"}, {"train_without_spread": True}])
+def test_a_group_without_spread_is_trained_on_where_something_else_trains_it(
+    settings: dict[str, object],
+) -> None:
+    outcome = compute_outcome([0.1, 0.1, 0.1], **settings)
+    assert (outcome.reason, outcome.in_batch.all(), outcome.advantages.any()) == ("", True, False)
+
+
+def test_zero_advantages_leave_rewards_as_they_are() -> None:
+    outcome = compute_outcome([1.0, 0.0], advantage="zero")
+    assert (outcome.reason, outcome.advantages.tolist()) == ("", [0.0, 0.0])
+    assert [each.reward for each in outcome.survivors] == [1.0, 0.0]
+
+
 @pytest.mark.parametrize("advantage", ["mean", "mean_std", "planted_scorers:not_finite"])
 def test_a_group_without_finite_advantages_is_left_out_with_its_reason(advantage: str) -> None:
     outcome = compute_outcome([1.7e308, 1.7e308, -1.0], advantage=advantage)

@@ -415,6 +415,19 @@ async def test_log_probabilities_that_are_not_those_of_a_rollouts_tokens_are_fou
     assert findings(folder) == [f"/logprobs/policy=reference/step=000000: {expected}"]
 
 
+async def test_rows_of_two_models_under_one_teachers_name_are_found_and_those_of_two_teachers_are_right(
+    story: Story, rows: RowMaker
+) -> None:
+    folder, values = await story.write(), [[np.nan, np.nan, -1.0, -2.0]]
+    for name, model, step in (("big", "a@1", 0), ("big", "b@1", 1), ("small", "c@2", 0)):
+        made = rows("logprobs", step=step, trajectory_id=f"r.{step * GROUPS}.0", model=model, logprobs=values)
+        await append(folder, "logprobs", made, policy=name, step=step)
+    assert findings(folder) == []
+    made = rows("logprobs", step=0, trajectory_id="r.1.0", model="c@3", logprobs=values)
+    await append(folder, "logprobs", made, policy="small", step=0)
+    assert findings(folder) == ["/logprobs/policy=small: it has rows of different models: c@2, c@3"]
+
+
 @pytest.mark.parametrize(("source", "source_step"), [("other", 0), ("", 0)])
 async def test_a_batch_row_that_its_source_lacks_is_found(
     story: Story, rows: RowMaker, tmp_path: Path, source: str, source_step: int

@@ -49,6 +49,7 @@ class StubVllmServer:
         events: what it was asked that its sleep concerns, in order: sleep, a tag that it wakes, update, version, score.
         answers: texts that it answers with, one of them for each seed.
         closing: what it answers to a prompt that has the seed's answer already; empty: the same again.
+        most_scored: how many prompts it gives log-probabilities of for now, and holds the others back; None: all.
     """
 
     model: Path
@@ -58,6 +59,7 @@ class StubVllmServer:
     events: list[str] = field(default_factory=list)
     answers: Sequence[str] = ANSWERS
     closing: str = ""
+    most_scored: int | None = None
     _version: str = "start"
 
     def name(self, version: str) -> None:
@@ -98,8 +100,7 @@ class StubVllmServer:
                 raise HTTPException(400, "sampling_params are missing")
             sampling = body["sampling_params"]
             if "prompt_logprobs" in sampling:
-                self.events.append("score")
-                return _prompt_logprobs(body["token_ids"])
+                return await self._score(body["token_ids"])
             version = self._version
             self.asked.append(Asked(sampling["seed"], sampling["temperature"], version))
             number = len(self.asked)
@@ -111,8 +112,28 @@ class StubVllmServer:
                 return _completion(closing, version)
             return _completion(answers[chosen], version)
 
+        self._add_model(app, tokenizer)
         self._add_weights(app)
         return ControlServer(app, "127.0.0.1", port)
+
+    async def _score(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """The log-probabilities of a prompt, once its turn has come."""
+        self.events.append("score")
+        number = self.events.count("score")
+        while self.most_scored is not None and number > self.most_scored:  # noqa: ASYNC110 - set by another thread
+            await asyncio.sleep(LOOK_AGAIN_S)
+        return _prompt_logprobs(token_ids)
+
+    def _add_model(self, app: FastAPI, tokenizer: ChatTokenizer) -> None:
+        """The routes that say which model it serves, and what its tokens are."""
+
+        @app.get("/v1/models")
+        async def models() -> dict[str, Any]:
+            return {"data": [{"id": str(self.model), "max_model_len": MAX_MODEL_LEN}]}
+
+        @app.post("/detokenize")
+        async def detokenize(body: dict[str, Any]) -> dict[str, str]:
+            return {"prompt": "".join(tokenizer.pieces(body["tokens"]))}
 
     def _add_weights(self, app: FastAPI) -> None:
         """The routes of a sync: weights are as good as there, and only their name is kept."""

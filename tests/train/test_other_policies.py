@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -13,10 +14,12 @@ from transformers import AutoModelForCausalLM
 from rollmill.tasks.errors import BatchRefusedError
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import RunFolder
-from rollmill.tasks.store.logprob_rows import scatter_to_trained
+from rollmill.tasks.store.logprob_rows import make_logprob_rows, scatter_to_trained
 from rollmill.tasks.store.reader import read, scan
+from rollmill.tasks.store.schemas import make_batch
 from rollmill.tasks.store.shards.writer import RunWriter
 from rollmill.tasks.store.staged_rows import StagedRows, ingest_rows
+from rollmill.tasks.store.stored_batch import read_batch_digest
 from rollmill.tasks.train.config import KLConfig, TrainConfig
 from rollmill.tasks.train.policy_logprobs import plan_single_rows
 from rollmill.tasks.train.samples import Samples, read_samples
@@ -129,6 +132,60 @@ async def test_other_policies_and_annotations_equal_a_plain_forward_pass(
     )
     lengths = joined.select(pl.col("token_ids").list.len() == pl.col("clipped").list.len()).collect()
     assert lengths["token_ids"].all()
+
+
+async def test_stored_log_probabilities_of_a_teacher_train_as_those_of_a_deployment_do(
+    tiny_model: Path, batches: Any, run_trainer: RunTrainer, tmp_path: Path
+) -> None:
+    own, source, retrained = (tmp_path / name for name in ("own", "source", "retrained"))
+    rows = [each._replace(temperature=1.0) for each in batches.uneven_rows(8)]
+    digest = batches.write_step(own, 0, rows)
+    batches.write_step(source, 0, rows)
+    samples = read_samples(str(own), 0)[1]
+    ids = samples.trajectory_ids
+    values = [
+        np.where(mask, -0.5 - 0.1 * row, np.nan).astype(np.float32)
+        for row, mask in enumerate(samples.loss_masks)
+    ]
+    made = make_logprob_rows("r", 0, ["teacher@1"] * len(ids), ids, values)
+    await append(own, "logprobs", made, policy="reference", step=0)
+    await append(source, "logprobs", made, policy="teacher", step=0)
+    batch = read(RunFolder(own), "batches", step=0).to_pylist()
+    drawn = make_batch(
+        "batches",
+        {name: [row[name] for row in batch] for name in batch[0]} | {"source": [str(source)] * len(batch)},
+    )
+    await append(retrained, "batches", drawn, step=0)
+
+    kl = {"coef": 1.0, "estimator": "k1", "apply_to": "advantage"}
+    of_deployment = TrainConfig(kl=KLConfig(reference="deployment", urls=("http://h:1",), **kl))
+    of_teacher = TrainConfig(kl=KLConfig(reference="stored", teacher="teacher", **kl))
+    async with run_trainer(of_deployment) as (client, _):
+        await load(client, tiny_model, own)
+        await train(client, own, digest)
+        expected = await weights(client)
+    async with run_trainer(of_teacher) as (client, _):
+        await load(client, tiny_model, retrained)
+        result = await train(client, retrained, read_batch_digest(RunFolder(retrained), 0))
+        assert await weights(client) == expected
+        assert result.staged == (), "the source has the rows"
+        await load(client, tiny_model, source)
+        with pytest.raises(
+            BatchRefusedError, match=r"of the teacher \(train.kl.teacher\) in logprobs/policy=teacher"
+        ):
+            await train(client, await without_teacher(source), digest)
+
+
+async def without_teacher(source: Path) -> Path:
+    """The run, whose teacher's rows were moved out of it."""
+    (source / "logprobs").rename(source.with_name("logprobs"))
+    return source
+
+
+async def append(folder: Path, dataset: str, rows: pa.RecordBatch, **partition: Any) -> None:
+    files = open_files(RunFolder(folder))
+    async with RunWriter(files, 1 + len(files.keys("**/*.arrow")), 0.0) as writer:
+        await writer.append(dataset, rows, **partition)
 
 
 def test_rows_one_by_one_are_as_many_on_every_rank() -> None:

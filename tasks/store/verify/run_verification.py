@@ -23,6 +23,7 @@ from rollmill.tasks.store.folders import (
     step_from_key,
 )
 from rollmill.tasks.store.held_out import count_held_out
+from rollmill.tasks.store.logprob_rows import teacher_identity
 from rollmill.tasks.store.reader import list_steps, read
 from rollmill.tasks.store.rows import name_first
 from rollmill.tasks.store.run.lock import is_written_to
@@ -42,7 +43,7 @@ from rollmill.tasks.store.verify import step_checks
 from rollmill.tasks.store.verify.run_views import RESTORE, Finding, RunView, ShardView, StepView, VersionView
 
 _RESTORE_SHARD = "restore it from a copy of the run; without one, its rows are lost"
-_PARTITION_VALUES = {"scorer": "[^/]+", "env": "[^/]+", "policy": "|".join(POLICIES).join("()")}
+_PARTITION_VALUES = dict.fromkeys(("scorer", "env", "policy"), "[^/]+")
 _REPLACE_LINK = "replace it with the folder or file itself"
 _MOVE_OUT = "move it out of the data set, whose plain scans it breaks"
 
@@ -241,6 +242,19 @@ def find_misplaced_sources(run: RunView) -> Iterator[Finding]:
             yield Finding(run.folder.path(MANIFEST), wrong, "move the source back to its folder")
 
 
+def find_mixed_teachers(run: RunView) -> Iterator[Finding]:
+    """Find log-probabilities under one teacher's name that several models computed."""
+    for policy in run.policies:
+        # Those of a run's own policies have a model for each step.
+        if policy in POLICIES:
+            continue
+        models = set(read(run.folder, "logprobs", ["model"], policy=policy)["model"].to_pylist())
+        if len({teacher_identity(each) for each in models}) > 1:
+            what = f"it has rows of different models: {name_first(sorted(models))}"
+            remedy = "move it out of the run, and store them again with `rollmill annotate`"
+            yield Finding(run.folder.dataset("logprobs", policy=policy), what, remedy)
+
+
 def find_incomplete_evaluation(version: VersionView) -> Iterator[Finding]:
     """Find repeated or missing held-out trajectories of an evaluation that was begun, or of a finished run's last version."""
     if version.version not in version.run.due_evaluations:
@@ -310,6 +324,7 @@ RUN_CHECKS: Sequence[Check[RunView]] = (
     find_wrong_length,
     find_missing_last_checkpoint,
     find_misplaced_sources,
+    find_mixed_teachers,
 )
 VERSION_CHECKS: Sequence[Check[VersionView]] = (
     find_incomplete_evaluation,

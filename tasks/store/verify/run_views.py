@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 
 from rollmill.tasks.errors import ManifestError, ShardError
 from rollmill.tasks.store.filesystem import Files, open_files
-from rollmill.tasks.store.folders import MANIFEST, POLICIES, RunFolder
-from rollmill.tasks.store.reader import list_scorers, list_steps, read
+from rollmill.tasks.store.folders import MANIFEST, RunFolder
+from rollmill.tasks.store.reader import list_policies, list_scorers, list_steps, read
 from rollmill.tasks.store.run.group_ranges import GroupRange, group_numbers, read_plan
 from rollmill.tasks.store.run.manifest import Manifest, read_manifest
 from rollmill.tasks.store.run.resume import list_complete_checkpoints, list_done_steps
@@ -179,6 +179,11 @@ class RunView:
     def scorers(self) -> Sequence[str]:
         """NAME@VERSION of every scorer with stored scores."""
         return list_scorers(self.folder)
+
+    @cached_property
+    def policies(self) -> Sequence[str]:
+        """Policies with stored log-probabilities: `reference`, `trainer` and the names of teachers."""
+        return list_policies(self.folder)
 
     @cached_property
     def checkpoints(self) -> Sequence[int]:
@@ -352,7 +357,7 @@ class StepView:
             self.where("logprobs", policy=each): read_rows(
                 "logprobs", ["trajectory_id", "logprobs"], policy=each
             )
-            for each in POLICIES
+            for each in self.run.policies
         }
         columns = ["trajectory_id", "logprobs", "entropy", "ratio", "clipped"]
         return found | {self.where("annotations"): read_rows("annotations", columns)}

@@ -189,7 +189,10 @@ def find_missing_sources(step: StepView) -> Iterator[Finding]:
         raise ShardError(f"{unread}") from unread
 
 
-_RECOMPUTE = "restore the shard from a copy, or move it out of the run: the next training on these rows computes them again"
+_RECOMPUTE = (
+    "restore the shard from a copy, or move it out of the run: the next training on these rows, or `rollmill annotate` for a "
+    "teacher's, computes them again"
+)
 _EXCLUDE = "keep these out of training: leave them out of any batch; report it, since Rollmill wrote them"
 _LIST_COLUMNS = ("logprobs", "entropy", "ratio", "clipped")
 
