@@ -19,6 +19,7 @@ from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import list_policies, read
 from rollmill.tasks.store.run.writable_run import OpenRun
 from rollmill.tasks.store.schemas import dataset_schema, make_batch
+from rollmill.tasks.store.segments import LINEAR, SEGMENT_COLUMNS
 from tests.stubs.trainer import LOGPROB
 from tests.stubs.vllm_server import StubVllmServer
 
@@ -46,10 +47,7 @@ async def write_source(folder: Path, model: Path) -> RunFolder:
         "logprobs": [[float("nan")] * 3 + [-1.0] * 3] * N,
         "version_span_starts": [[3]] * N,
         "version_span_versions": [[0]] * N,
-        "segment_starts": [[0]] * N,
-        "segment_parents": [[-1]] * N,
-        "segment_prefix_tokens": [[0]] * N,
-        "segment_messages": [[0]] * N,
+        **{name: [[value]] * N for name, value in zip(SEGMENT_COLUMNS, LINEAR[0], strict=True)},
     }
     given = {"config": {"model": str(model)}, "fixed": {}, "versions": {}, "git_commit": "", "trains": False}
     with OpenRun.open(RunFolder(folder), config_of=StoreConfig(), **given) as run:
@@ -68,8 +66,11 @@ def source(workplace: Any) -> RunFolder:
 @contextmanager
 def serve_teacher(folder: Path) -> Iterator[tuple[StubVllmServer, str]]:
     server, port = StubVllmServer(folder, 0.0), free_port()
-    with server.serve(port):
+    control = server.serve(port)
+    try:
         yield server, f"serve.urls=[http://127.0.0.1:{port}]"
+    finally:
+        control.stop()
 
 
 def read_ids(source: RunFolder, name: str) -> list[str]:
