@@ -5,8 +5,6 @@ from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 
 from prefect import flow
-from rich.console import Console
-from rich.table import Table
 
 from rollmill.flows.checks.machine_needs import check_store
 from rollmill.flows.config import RescoreConfig
@@ -21,7 +19,6 @@ from rollmill.flows.prefect_integration.recording import Recording
 from rollmill.flows.prefect_integration.task_runs import TaskRunRecorder
 from rollmill.flows.run.folder import RunName, check_run, run_folder
 from rollmill.tasks.errors import FailedScoresError
-from rollmill.tasks.look.tables.scores import read_score_totals
 from rollmill.tasks.rollout.trajectory_requests import split_chunks
 from rollmill.tasks.score.scoring import Scoring
 from rollmill.tasks.score.task import ScoreChunk, ScoredChunk
@@ -49,7 +46,6 @@ async def rescore(run_name: RunName, config: RescoreSettings) -> str:
         async with open_rescoring(folder, config) as rescoring:
             await rescoring.finish()
     await show_scores(folder)
-    Console().print(await asyncio.to_thread(scores_table, folder))
     return rescoring.scorer
 
 
@@ -165,14 +161,3 @@ async def open_rescoring(folder: RunFolder, config: RescoreConfig) -> AsyncItera
             yield Rescoring(store, config, scoring)
     finally:
         await asyncio.to_thread(store.close)
-
-
-def scores_table(folder: RunFolder) -> Table:
-    """Return a table for the terminal with each scorer's mean reward and its scored, failed and dropped trajectories."""
-    table = Table(title=f"{folder.location}: scores", title_justify="left")
-    for column in ("scorer", "mean reward", "scored", "failed", "dropped"):
-        table.add_column(column, justify="left" if column == "scorer" else "right")
-    for each in read_score_totals(folder):
-        counts = [str(each.by_status[status]) for status in ("scored", "failed", "dropped")]
-        table.add_row(each.scorer, f"{each.reward:z.4f}", *counts)
-    return table

@@ -138,6 +138,50 @@ def retrain(
 
 
 @commands.command(rich_help_panel=PANEL)
+def ab(
+    run: RunLocation,
+    scorers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--scorer",
+            help="Registered name, or package.module:attribute; repeatable; one alone is compared with the run's own.",
+        ),
+    ] = None,
+    algorithms: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--algorithm",
+            help="Name in conf/algorithms; repeatable; one alone is compared with the run's own.",
+        ),
+    ] = None,
+    name: Annotated[
+        str, typer.Option(help="First part of the names of the new runs; default: the run's name.")
+    ] = "",
+    where: Annotated[
+        str,
+        typer.Option(metavar="SQL", help="Condition on the stored groups to train on, such as: step < 10."),
+    ] = "",
+    only_estimate: Annotated[
+        bool, typer.Option("--estimate", help="Score the rollouts and estimate the gains; train nothing.")
+    ] = False,
+    limit: Annotated[
+        int, typer.Option(min=0, help="Number of disagreements to show; 0: of all groups.")
+    ] = 10,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare scorers or algorithms on a run's stored rollouts: train a run with each, and evaluate each under every scorer.
+
+    Run the same command again to resume it, or to print the tables again.
+    """
+    from rollmill.flows.commands.ab_run import ab_here
+    from rollmill.flows.offline.ab_arms import AbComparison
+
+    given = (tuple(scorers or ()), tuple(algorithms or ()), name, where, tuple(overrides or ()))
+    ab_here(AbComparison(run, *given), only_estimate=only_estimate, limit=limit, as_json=as_json)
+
+
+@commands.command(rich_help_panel=PANEL)
 def replay(
     run: RunLocation,
     first: Annotated[

@@ -1,5 +1,6 @@
 """The commands `rescore`, `annotate`, `evaluate`, `replay`, `verify-sync` and `compact`, which work on a stored run."""
 
+import asyncio
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
@@ -7,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 import typer
+from rich.table import Table
 
 from rollmill.flows.checks.machine_needs import check_trainer
 from rollmill.flows.checks.preflight import preflight
@@ -28,6 +30,7 @@ from rollmill.flows.settings import (
     validate,
 )
 from rollmill.tasks.errors import ConfigError, StoreError
+from rollmill.tasks.look.tables.scores import read_score_totals
 from rollmill.tasks.look.terminal.output import open_console, print_json
 from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.filesystem import open_files
@@ -85,13 +88,25 @@ def rescore_config(
 def rescore_here(folder: RunFolder, config: RescoreConfig) -> None:
     """Run the flow rescore in this process; ConfigError if something is missing, before anything starts."""
 
-    def call() -> Coroutine[Any, Any, str]:
+    async def call() -> Table:
         from rollmill.flows.rescore import rescore
 
-        return rescore(folder.name, config)
+        await rescore(folder.name, config)
+        return await asyncio.to_thread(_make_scores_table, folder)
 
     check_rescoring(folder, config)
-    run_flow(call, is_done=lambda: is_rescored(folder, config))
+    open_console().print(run_flow(call, is_done=lambda: is_rescored(folder, config)))
+
+
+def _make_scores_table(folder: RunFolder) -> Table:
+    """Return a table for the terminal with each scorer's mean reward and its scored, failed and dropped trajectories."""
+    table = Table(title=f"{folder.location}: scores", title_justify="left")
+    for column in ("scorer", "mean reward", "scored", "failed", "dropped"):
+        table.add_column(column, justify="left" if column == "scorer" else "right")
+    for each in read_score_totals(folder):
+        counts = [str(each.by_status[status]) for status in ("scored", "failed", "dropped")]
+        table.add_row(each.scorer, f"{each.reward:z.4f}", *counts)
+    return table
 
 
 def annotate_config(

@@ -30,7 +30,7 @@ from rollmill.tasks.store.rows import (
 )
 
 # The columns of a group in a condition that are by a scorer.
-_REWARDS = re.compile("reward|n_scored", re.IGNORECASE)
+REWARD_COLUMNS = re.compile("reward|n_scored", re.IGNORECASE)
 SCORES = ("group", "trajectory_id", "status", "error")
 IDS = ("group", "sample", "trajectory_id", "status")
 
@@ -198,7 +198,7 @@ def find_groups(folder: RunFolder, where: str) -> Mapping[int, set[int]]:
     """
     known = list_scorers(folder)
     # Without rewards any will do: a run with several scorers need not say which one it trains on.
-    scorer = known[0] if known and not _REWARDS.search(where) else ""
+    scorer = known[0] if known and not REWARD_COLUMNS.search(where) else ""
     found = RunFrames([folder], scorer).find_groups("where", where)
     if not found:
         raise ConfigError("where", where, f"no group of {folder.location} meets it")

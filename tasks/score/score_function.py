@@ -20,6 +20,7 @@ class ScoreFunction:
         call: takes a Candidate, or a list of them if `by_group`.
         is_async: True if the result of `call` must be awaited.
         owner: the object that `call` belongs to, or the function itself.
+        keeps_state: what it declares: True if a reward may depend on earlier calls, False if it does not; None: nothing.
     """
 
     name: str
@@ -28,6 +29,7 @@ class ScoreFunction:
     by_group: bool
     is_async: bool
     owner: Any
+    keeps_state: bool | None = None
 
     @property
     def key(self) -> str:
@@ -85,6 +87,7 @@ def describe_function(owner: Any, name: str) -> ScoreFunction:
         is_async=inspect.iscoroutinefunction(call)
         or inspect.iscoroutinefunction(getattr(call, "__call__", None)),  # noqa: B004 - is it async, not callable
         owner=owner,
+        keeps_state=getattr(owner, "keeps_state", None),
     )
 
 

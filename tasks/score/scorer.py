@@ -91,7 +91,8 @@ class Scorer(Protocol):
     An exception becomes a failed row for that trajectory.
 
     A class may set `by_group = True`; its `score` then takes the surviving candidates of a group and returns one verdict for each,
-    or DropGroup. It may have a `close` method, also `async`, which is called at the end.
+    or DropGroup. It may have a `close` method, also `async`, which is called at the end. `keeps_state = False` declares that a reward
+    depends on the candidate alone, and `keeps_state = True` that it does not; `rollmill ab` tries a scorer that declares nothing.
     """
 
     name: str

@@ -66,6 +66,12 @@ class RewardTerms:
         """True if one of the scorers needs a group's survivors together."""
         return any(part.function.by_group for part in self.parts)
 
+    @property
+    def keeps_state(self) -> bool | None:
+        """True if one of the scorers declares that it keeps state, False if all declare that they do not, None otherwise."""
+        declared = {part.function.keeps_state for part in self.parts}
+        return True if True in declared else False if declared == {False} else None
+
 
 def resolve_terms(config: ScoreConfig, scorer: str = "") -> RewardTerms:
     """Load the configured scorer, or all scorers of the configured sum, without starting a process.

@@ -4,6 +4,7 @@ The rollouts are made up: random answers under the log-probabilities of nobody's
 """
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -29,6 +30,7 @@ from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.run.manifest import read_manifest, write_manifest
 from rollmill.tasks.store.run.writable_run import OpenRun
 from rollmill.tasks.store.schemas import dataset_schema, make_batch, ragged_array
+from rollmill.tasks.store.verify.run_verification import verify_run
 
 pytestmark = pytest.mark.service
 
@@ -156,14 +158,16 @@ def source(request: pytest.FixtureRequest, workplace: Any) -> Path:
     return folder
 
 
-def kill_when(workplace: Any, words: tuple[str, ...], condition: Callable[[], bool]) -> None:
-    """Start a command, and end it by SIGKILL when something has happened; no vLLM server is seen meanwhile."""
+def kill_when(
+    workplace: Any, words: tuple[str, ...], condition: Callable[[], bool], *, evaluates: bool = False
+) -> None:
+    """Start a command, and end it by SIGKILL when something has happened; unless it evaluates, no vLLM server is seen meanwhile."""
     running = workplace.start(*words)
     deadline = time.monotonic() + 600.0
     while not condition():
         assert running.poll() is None, running.communicate()[0]
         assert time.monotonic() < deadline, "it did not happen in time"
-        assert not [line for line in workplace.processes().values() if "vllm" in line]
+        assert evaluates or not [line for line in workplace.processes().values() if "vllm" in line]
         time.sleep(0.02)
     os.kill(running.pid, signal.SIGKILL)
     running.communicate(timeout=120)
@@ -235,6 +239,53 @@ def test_a_rescoring_that_fails_throughout_ends_with_status_1_until_it_is_redone
     assert (failed.returncode, again.returncode, redone.returncode) == (1, 1, 0), redone.stdout
     scores = scan(source, "scores/scorer=mended@1").filter(pl.col("status") == "scored")
     assert len(scores) == N - 1
+
+
+def test_a_killed_comparison_of_scorers_resumes_and_samples_no_token_to_train_on(
+    workplace: Any, source: Path, tied_model: Path, stub_python: str
+) -> None:
+    """The vLLM servers of the evaluations are stubs."""
+    settings = {
+        "model": tied_model,
+        "steps": 2,
+        "rollout.environment": "addition",
+        "rollout.groups_per_step": 5,
+        "rollout.max_completion_tokens": 24,
+        "train.dtype": "float32",
+        "serve.python": stub_python,
+        "serve.max_model_len": 128,
+        "evaluate.n_prompts": 32,
+    }
+    words = ("ab", "source", "--scorer", "length_scorers:short", "--scorer", "length_scorers:long")
+    words += tuple(word for name, value in settings.items() for word in ("--set", f"{name}={value}"))
+    labels = ["length_scorers.short@1", "length_scorers.long@1"]
+    arms = [source.parent / f"source-ab-{each.replace('@', '-')}" for each in labels]
+    rollouts = scan(source, "rollouts")
+
+    kill_when(workplace, words, lambda: bool(list(arms[0].glob("batches/*/*.arrow"))), evaluates=True)
+    before = scan(arms[0], "batches")
+    resumed = workplace.run(*words, "--json")
+
+    assert resumed.returncode == 0, resumed.stdout
+    found = json.loads(resumed.stdout[resumed.stdout.index("\n{") :])
+    cells = {(each["policy"], each["answers"], each["scorer"]): each for each in found["policies"]}
+    assert len(cells) == 2 * 2 * 2
+    for (_, _, scorer), cell in cells.items():
+        sign = -1.0 if scorer == labels[0] else 1.0
+        assert (cell["n"], cell["reward"]) == (32, sign * abs(cell["reward"]))
+    # The stubs answer alike whatever the policy is.
+    assert {each["difference"] for each in found["differences"]} == {0.0}
+    assert found["tokens_sampled"]["training"] == 0 < found["tokens_sampled"]["evaluations"]
+    assert len(found["disagreements"]) == 10
+    for arm, label in zip(arms, labels, strict=True):
+        batches = scan(arm, "batches")
+        assert set(batches["scorer"]) == {label}
+        assert set(batches["step"]) == {0, 1}
+        assert not scan(arm, "rollouts").height
+        assert len(scan(arm, "evaluations")) == 2 * 32
+        assert not verify_run(RunFolder(arm)).findings
+    assert scan(arms[0], "batches").join(before, on=["step", "order"], how="semi").equals(before)
+    assert scan(source, "rollouts").equals(rollouts)
 
 
 @pytest.mark.long

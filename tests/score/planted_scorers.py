@@ -208,3 +208,36 @@ NOT_BY_COLUMN = Advantage(lambda rewards: rewards - rewards.mean(), takes_column
 NOT_OF_ONE = Advantage(
     lambda rewards: rewards * np.float64(1.0) / (len(rewards) - np.float64(1.0)), needs_spread=False
 )
+
+
+class Counts:
+    """Keeps state: its reward is the number of calls so far."""
+
+    name, version = "counts", "1"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def score(self, candidate: Candidate) -> float:
+        self.calls += 1
+        return self.calls
+
+
+class Novel:
+    """Keeps state: an answer has a reward only the first time."""
+
+    name, version = "novel", "1"
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+
+    async def score(self, candidate: Candidate) -> float:
+        is_new = candidate.answer not in self.seen
+        self.seen.add(candidate.answer)
+        return float(is_new)
+
+
+def fails_at_times(candidate: Candidate) -> float:
+    if candidate.answer == "raise":
+        raise KeyError("answer")
+    return float(candidate.trajectory_id.split(".")[2])

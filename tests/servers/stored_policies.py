@@ -55,14 +55,8 @@ def store_evaluation(
     """Store an evaluation with these rewards, of prompts that are numbered from `first_prompt`."""
     n, k = rewards.sampled.shape
     answers = [(prompt, sample) for prompt in range(n) for sample in range(k + 1)]
-    columns: dict[str, Any] = {
-        field.name: [[] if pa.types.is_large_list(field.type) else 0] * len(answers)
-        if not pa.types.is_string(field.type) and not pa.types.is_large_string(field.type)
-        else [""] * len(answers)
-        for field in dataset_schema("evaluations")
-    }
     by_answer = np.concatenate([rewards.greedy[:, None], rewards.sampled], axis=1).reshape(-1)
-    columns |= {
+    columns: dict[str, Any] = {
         "run": [folder.name] * len(answers),
         "group": [prompt for prompt, _ in answers],
         "sample": [sample for _, sample in answers],
@@ -74,9 +68,22 @@ def store_evaluation(
         "greedy": [sample == 0 for _, sample in answers],
         "reward": by_answer.tolist(),
     }
-    rows = make_batch("evaluations", columns)
-    write = partial(write_shard, name=ShardName(1, version), dataset="evaluations", appended=[rows])
-    open_files(folder).publish(partition_folder("evaluations", {"version": version}), write)
+    store_rows(folder, "evaluations", columns, version=version)
+
+
+def store_rows(folder: RunFolder, dataset: str, columns: dict[str, Any], **partition: str | int) -> None:
+    """Store rows of a data set in one shard of a partition; columns that are not given are empty or 0."""
+    n = len(next(iter(columns.values())))
+    empty: dict[str, Any] = {
+        field.name: [[] if pa.types.is_large_list(field.type) else 0] * n
+        if not pa.types.is_string(field.type) and not pa.types.is_large_string(field.type)
+        else [""] * n
+        for field in dataset_schema(dataset)
+    }
+    rows = make_batch(dataset, empty | columns)
+    name = ShardName(1, int(partition.get("version", partition.get("step", 0))))
+    write = partial(write_shard, name=name, dataset=dataset, appended=[rows])
+    open_files(folder).publish(partition_folder(dataset, partition), write)
 
 
 def store_policy(folder: RunFolder, model: Path, seed: int = 0) -> RunFolder:

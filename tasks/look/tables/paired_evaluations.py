@@ -8,7 +8,7 @@ from statistics import NormalDist
 import numpy as np
 import polars as pl
 
-from rollmill.tasks.look.tables.run_tables import MIN_NORMAL
+from rollmill.tasks.look.tables.run_tables import MIN_NORMAL, Z
 from rollmill.tasks.observe.metrics import ALL
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.held_out import count_held_out
@@ -46,12 +46,27 @@ def compare_pairs(differences: np.ndarray, span: float, margin: float, error_rat
         margin: largest difference that does not matter, above 0.
         error_rate: between 0 and 1.
     """
-    n, z = len(differences) + 2, NormalDist().inv_cdf(1 - error_rate)
-    mean = float(differences.sum()) / n
-    variance = (float((differences**2).sum()) + span**2) / n - mean**2
+    z = NormalDist().inv_cdf(1 - error_rate)
+    n, mean, variance = _adjust_moments(differences, span)
     error = z * math.sqrt(max(variance, margin * (span - margin)) / n)
     pass_rate = NormalDist().cdf((margin - error) / math.sqrt(variance / n))
     return PairedTest(mean - error, pass_rate, mean - error > -margin)
+
+
+def compute_paired_interval(differences: np.ndarray, span: float) -> tuple[float, float] | None:
+    """Return the 95 % interval of a mean of paired differences, m -+ z sqrt(v / (n + 2)) as in `compare_pairs`; None for few pairs."""
+    if len(differences) < MIN_NORMAL:
+        return None
+    n, mean, variance = _adjust_moments(differences, span)
+    half = Z * math.sqrt(variance / n)
+    return mean - half, mean + half
+
+
+def _adjust_moments(differences: np.ndarray, span: float) -> tuple[int, float, float]:
+    """Return the number of pairs, the mean and the variance of their differences after the adjustment of Agresti and Min."""
+    n = len(differences) + 2
+    mean = float(differences.sum()) / n
+    return n, mean, (float((differences**2).sum()) + span**2) / n - mean**2
 
 
 def is_complete(run: RunFolder, version: int) -> bool:

@@ -238,14 +238,15 @@ def _read_held_out(
     return by_prompt.group_by("step", *by).agg(
         pl.len().cast(pl.Int64).alias("n"),
         pl.col("samples").max(),
-        *_mean_with_interval(pl.col("reward")),
+        *mean_with_interval(pl.col("reward")),
         *_share_with_interval("greedy_accuracy", pl.col("greedy")),
         *(pl.when(is_same).then(each).alias(each.meta.output_name()) for each in passed),
     )
 
 
-def _mean_with_interval(rewards: pl.Expr) -> list[pl.Expr]:
-    name, mean = "reward", rewards.mean()
+def mean_with_interval(rewards: pl.Expr, name: str = "reward") -> list[pl.Expr]:
+    """Return the mean of rewards, and the bounds `_low` and `_high` of its 95 % interval as in `read_held_out`."""
+    mean = rewards.mean()
     half = Z * rewards.std() / rewards.len().sqrt()
     has_bounds = (rewards.len() >= MIN_NORMAL) & half.is_finite() & (half > 0)
     is_share = rewards.is_in([0.0, FULL_REWARD]).all()

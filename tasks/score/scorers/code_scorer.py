@@ -37,6 +37,8 @@ class CodeScorer:
     """
 
     name = "code"
+    # Each program runs in a new sandbox.
+    keeps_state = False
 
     def __init__(self, config: ScoreConfig) -> None:
         self._sandbox, self._limit_s = config.sandbox, CALL_SHARE * config.timeout_s

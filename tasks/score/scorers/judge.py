@@ -51,6 +51,9 @@ class _ChatCompletion(msgspec.Struct):
 class LlmScorer:
     """Base class of the scorers that ask the LLM which the settings `score.judge` name."""
 
+    # A temperature above 0 makes them random, not dependent on earlier calls.
+    keeps_state = False
+
     def __init__(self, config: JudgeConfig, endpoint: Endpoint) -> None:
         self._config, self._endpoint = config, endpoint
 

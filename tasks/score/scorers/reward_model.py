@@ -32,6 +32,7 @@ class RewardModel:
     """
 
     name = "reward_model"
+    keeps_state = False
 
     def __init__(self, config: RewardModelConfig, endpoint: Endpoint) -> None:
         self._config, self._endpoint = config, endpoint
