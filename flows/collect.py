@@ -10,7 +10,7 @@ from rollmill.flows.policies.fixed_policy import open_fixed_policy
 from rollmill.flows.prefect_integration.leftovers import mark_cancelled
 from rollmill.flows.prefect_integration.private_prefect import end_in_order
 from rollmill.flows.run.folder import RunName
-from rollmill.flows.run.live_run import open_run
+from rollmill.flows.run.live_run import Run, open_run
 from rollmill.flows.start_model import check_start, ensure_start_model
 from rollmill.flows.step.overlap import StepPipeline
 from rollmill.flows.step.report import report_run, report_step
@@ -42,16 +42,21 @@ async def collect(run_name: RunName, config: CollectSettings, redo_failed: bool 
             open_fixed_policy(run, PolicyVersion(run.id, 0, 0), run.folder.logs),
             StepPipeline(run) as pipeline,
         ):
-            first = len(await asyncio.to_thread(list_done_steps, run.folder, run.store.manifest))
-            run.progress.begin(first)
-            # Nothing is trained here, so a step is final as soon as it is collected.
-            run.compactor.begin(first)
-            for step in range(first, config.steps):
-                with StepClock(step) as clock:
-                    pipeline.begin(step)
-                    with clock.span("collect"):
-                        collected = await pipeline.collect(step)
-                    await report_step(run, collected, (), clock)
-                    run.compactor.begin(step + 1)
-            await report_run(run)
+            await collect_steps(run, pipeline)
     return run.folder.location
+
+
+async def collect_steps(run: Run, pipeline: StepPipeline) -> None:
+    """Collect and report the steps of a run that are not done yet, and then the run."""
+    first = len(await asyncio.to_thread(list_done_steps, run.folder, run.store.manifest))
+    run.progress.begin(first)
+    # Nothing is trained here, so a step is final as soon as it is collected.
+    run.compactor.begin(first)
+    for step in range(first, run.config.steps):
+        with StepClock(step) as clock:
+            pipeline.begin(step)
+            with clock.span("collect"):
+                collected = await pipeline.collect(step)
+            await report_step(run, collected, (), clock)
+            run.compactor.begin(step + 1)
+    await report_run(run)

@@ -167,6 +167,7 @@ FORMS = {
     "collect": COLLECT,
     "evaluate": EVALUATE,
     "retrain": RETRAIN,
+    "improve": RETRAIN,
     "rescore": RESCORE,
     "annotate": ANNOTATE,
 }

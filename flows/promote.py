@@ -14,7 +14,7 @@ from rollmill.flows.policies.policy_gate import DEFAULT_ALIAS, PolicyGate
 from rollmill.flows.policies.promotion import check_passed, promote_policy, send_webhook
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.tasks.look.tables.gate_table import describe_gate
-from rollmill.tasks.store.promotion.gate_record import GateRecord
+from rollmill.tasks.store.promotion.gate_record import GateRecord, write_gate
 from rollmill.tasks.store.promotion.policy_alias import PolicyAlias
 
 Share = Annotated[float, Field(gt=0.0, lt=1.0)]
@@ -94,17 +94,35 @@ async def promote(
     """
     with one_error():
         record = await gate(candidate, alias, "", margin, error_rate, min_reward)
-        question = "\n\n".join(describe_gate(record))
-        form = Approval.with_initial_data(description=question)
-        answer = await apause_flow_run(wait_for_input=form, timeout=APPROVAL_TIMEOUT_S, key="approval")
-        if not answer.approve:
-            said = f"{candidate} was not approved; {alias} is as before"
-            say(said)
-            return said
-        place = PolicyAlias(alias)
-        moved = await asyncio.to_thread(promote_policy, candidate, place, answer.approved_by, answer.note)
-        said = f"{alias} is version {moved.version} of run {moved.run}, {moved.policy}"
-        say(said)
-        if webhook and (failure := await asyncio.to_thread(send_webhook, webhook, place, moved)):
-            say(failure)
+        return await ask_and_promote(record, alias, webhook)
+
+
+async def ask_and_promote(record: GateRecord, alias: str, webhook: str) -> str:
+    """Pause the flow until a person answers, then move the alias to the candidate that has passed its gate; returns what was done.
+
+    A refusal is stored as the gate's decision, so nobody is asked again about the same two policies.
+
+    Raises:
+        GateError: the alias was moved while the person was asked.
+    """
+    form = Approval.with_initial_data(description="\n\n".join(describe_gate(record)))
+    answer = await apause_flow_run(wait_for_input=form, timeout=APPROVAL_TIMEOUT_S, key="approval")
+    if answer.approve:
+        return await move_alias(record, alias, answer.approved_by, answer.note, webhook)
+    reason = f"{answer.approved_by or 'a person'} did not approve it{answer.note and f': {answer.note}'}"
+    refused = record.model_copy(update={"reasons": (*record.reasons, reason)})
+    await asyncio.to_thread(write_gate, PolicyAlias(alias).root, refused)
+    said = f"{record.candidate.location}: {reason}; {alias} is as before"
+    say(said)
+    return said
+
+
+async def move_alias(record: GateRecord, alias: str, approved_by: str, note: str, webhook: str) -> str:
+    """Move an alias to a candidate that has passed its gate, and send the webhook; returns what was done."""
+    place = PolicyAlias(alias)
+    moved = await asyncio.to_thread(promote_policy, record.candidate.location, place, approved_by, note)
+    said = f"{alias} is version {moved.version} of run {moved.run}, {moved.policy}"
+    say(said)
+    if webhook and (failure := await asyncio.to_thread(send_webhook, webhook, place, moved)):
+        say(failure)
     return said

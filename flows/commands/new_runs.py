@@ -28,6 +28,7 @@ from rollmill.flows.settings import (
 from rollmill.tasks.errors import ConfigError, RunMismatchError
 from rollmill.tasks.observe.spans import span
 from rollmill.tasks.observe.step_clock import record_command
+from rollmill.tasks.rollout.chat_logs.log_files import list_log_files
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.run.fork_copy import fork_run
 from rollmill.tasks.store.run.immutable_settings import get_setting, list_differences
@@ -90,6 +91,29 @@ def collect_here(config: RunConfig, name: str, *, again: bool, redo_failed: bool
 
     preflight(config, trains=False)
     run_in_folder(call, name, config, again=again, trains=False)
+
+
+def import_here(config: RunConfig, name: str, files: Sequence[str]) -> None:
+    """Run the flow import in this process.
+
+    Args:
+        config: all settings.
+        name: folder of the run below `store.root`.
+        files: of logs, or folders of such files.
+
+    Raises:
+        ConfigError: a file is missing or wrong, or something else that it needs; nothing was started.
+    """
+    list_log_files(files)
+
+    def call() -> Coroutine[Any, Any, str]:
+        from rollmill.flows.import_logs import import_logs
+
+        return import_logs(name, config, list(files))
+
+    preflight(config, samples=False, trains=False)
+    with record_command():
+        run_flow(call, is_done=lambda: is_finished(run_folder(name, config)))
 
 
 def retrain_here(config: RunConfig, name: str, *, again: bool) -> None:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from rollmill.flows.commands.options import AsJson
+from rollmill.flows.commands.options import AsJson, Overrides, Preset
 
 DEFAULT_ALIAS = "policies/production"
 PANEL = "Policies"
@@ -25,6 +25,16 @@ By = Annotated[str, typer.Option(help="Who approves it, for the history; default
 Note = Annotated[str, typer.Option(help="Why, for the history.")]
 Webhook = Annotated[
     str, typer.Option(metavar="URL", help="Address that gets the move as JSON by POST afterwards.")
+]
+Margin = Annotated[float, typer.Option(min=1e-6, help="Largest loss of mean reward that does not matter.")]
+ErrorRate = Annotated[
+    float,
+    typer.Option(
+        min=1e-6, max=0.5, help="Probability, at most, that a policy passes that is worse by the margin."
+    ),
+]
+MinReward = Annotated[
+    float | None, typer.Option(help="Smallest mean reward of the sampled answers that passes.")
 ]
 
 
@@ -59,18 +69,9 @@ def gate(
         str,
         typer.Option(metavar="FOLDER|ALIAS", help="Policy to compare with; default: the one in production."),
     ] = "",
-    margin: Annotated[
-        float, typer.Option(min=1e-6, help="Largest loss of mean reward that does not matter.")
-    ] = 0.05,
-    error_rate: Annotated[
-        float,
-        typer.Option(
-            min=1e-6, max=0.5, help="Probability, at most, that a policy passes that is worse by the margin."
-        ),
-    ] = 0.05,
-    min_reward: Annotated[
-        float | None, typer.Option(help="Smallest mean reward of the sampled answers that passes.")
-    ] = None,
+    margin: Margin = 0.05,
+    error_rate: ErrorRate = 0.05,
+    min_reward: MinReward = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare a policy with the one in production on the same held-out prompts; exit status 1: it is blocked.
@@ -107,6 +108,40 @@ def promote(
     from rollmill.flows.commands.policy_moves import promote_here
 
     promote_here(candidate, to, is_approved=yes, approved_by=by, note=note, webhook=webhook)
+
+
+@commands.command(rich_help_panel=PANEL)
+def improve(
+    preset: Preset,
+    files: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE...", help="Logs, or folders of logs, as for `rollmill import`."),
+    ],
+    name: Annotated[
+        str,
+        typer.Option(help="The logs are imported to the run NAME-logs; each cycle trains a run NAME-K."),
+    ] = "improve",
+    to: To = DEFAULT_ALIAS,
+    margin: Margin = 0.05,
+    error_rate: ErrorRate = 0.05,
+    min_reward: MinReward = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Promote what passes, without a person's approval.")
+    ] = False,
+    webhook: Webhook = "",
+    overrides: Overrides = None,
+) -> None:
+    """Import new logs, train on them from the policy in production, and promote the result if it passes its gate.
+
+    The same command resumes a killed one, and adds what is new in the logs: it can run on a schedule.
+    """
+    from rollmill.flows.commands.policy_moves import improve_here
+    from rollmill.flows.policies.policy_gate import PolicyGate
+    from rollmill.flows.settings import load
+
+    config = load(preset, tuple(overrides or ()))
+    compared = PolicyGate("", to, "", margin, error_rate, min_reward)
+    improve_here(name, config, files, compared, is_approved=yes, webhook=webhook)
 
 
 @commands.command(rich_help_panel=PANEL)

@@ -1,18 +1,21 @@
-"""The commands `gate`, `promote` and `rollback`: a policy is compared, approved in the terminal, and the alias is moved."""
+"""The commands `gate`, `promote`, `rollback` and `improve`: a policy is compared, approved in the terminal, and the alias is moved."""
 
 import getpass
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import typer
 
+from rollmill.flows.checks.preflight import preflight
 from rollmill.flows.commands.flow_process import run_flow
+from rollmill.flows.config import RunConfig
 from rollmill.flows.policies.policy_gate import PolicyGate
 from rollmill.flows.policies.promotion import find_passed_gate, promote_policy, roll_back, send_webhook
 from rollmill.tasks.errors import ConfigError, GateError
 from rollmill.tasks.look.tables.gate_table import make_gate_view
 from rollmill.tasks.look.terminal.output import print_view
+from rollmill.tasks.rollout.chat_logs.log_files import list_log_files
 from rollmill.tasks.store.promotion.gate_record import GateRecord, read_gate
 from rollmill.tasks.store.promotion.policy_alias import AliasRecord, PolicyAlias
 
@@ -74,3 +77,34 @@ def _report(alias: PolicyAlias, moved: AliasRecord, webhook: str) -> None:
     typer.echo(f"{alias.location} is version {moved.version} of run {moved.run}: {moved.policy}")
     if webhook and (failure := send_webhook(webhook, alias, moved)):
         typer.echo(f"rollmill: warning: {failure}", err=True)
+
+
+def improve_here(
+    name: str,
+    config: RunConfig,
+    files: Sequence[str],
+    compared: PolicyGate,
+    *,
+    is_approved: bool,
+    webhook: str,
+) -> None:
+    """Run one cycle of the flow improve in this process; `compared` has the alias and the thresholds of the gate."""
+    list_log_files(files)
+
+    def call() -> Coroutine[Any, Any, str]:
+        from rollmill.flows.improve import improve
+
+        return improve(
+            name,
+            config,
+            list(files),
+            compared.alias,
+            "automatic" if is_approved else "person",
+            compared.margin,
+            compared.error_rate,
+            compared.min_reward,
+            webhook,
+        )
+
+    preflight(config)
+    run_flow(call)

@@ -72,6 +72,32 @@ def collect(
     collect_here(config, name or f"{preset_name(preset)}-collected", again=again, redo_failed=redo_failed)
 
 
+@commands.command("import", rich_help_panel=PANEL)
+def import_logs(
+    preset: Preset,
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE...",
+            help="Logged conversations: JSON Lines of chats or of OpenTelemetry's spans, Parquet, or a folder of these.",
+        ),
+    ],
+    name: Annotated[
+        str,
+        typer.Option(help="Folder of the run below store.root; default: the preset's name and -imported."),
+    ] = "",
+    overrides: Overrides = None,
+) -> None:
+    """Store conversations that another system logged as rollouts of a run, and score them; run it again to add new ones."""
+    from rollmill.flows.settings import load
+
+    config = load(preset, tuple(overrides or ()))
+    from rollmill.flows.commands.new_runs import import_here
+    from rollmill.flows.presets import preset_name
+
+    import_here(config, name or f"{preset_name(preset)}-imported", files)
+
+
 @commands.command(rich_help_panel=PANEL)
 def fork(
     run: RunLocation,

@@ -4,6 +4,7 @@ import asyncio
 import io
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -18,8 +19,9 @@ from rollmill.flows.failure import PREFECT_ERRORS
 from rollmill.flows.prefect_integration.background_requests import BackgroundRequests
 from rollmill.flows.prefect_integration.flow_run import current_flow_run
 from rollmill.flows.prefect_integration.progress import say
-from rollmill.flows.prefect_integration.run_pages import StepPage, run_page, scores_page
+from rollmill.flows.prefect_integration.run_pages import StepPage, run_page, scores_page, table_page
 from rollmill.tasks.look.tables.curves import read_curves
+from rollmill.tasks.look.tables.view import View
 from rollmill.tasks.observe.config import ObserveConfig
 from rollmill.tasks.store.folders import RunFolder
 
@@ -180,11 +182,19 @@ class RunArtifacts:
 
 async def show_scores(folder: RunFolder) -> None:
     """Create the page of a run's scores; a missing Prefect server is reported and not an error."""
+    await _show("the page of scores", f"{folder.name}-scores", partial(scores_page, folder))
+
+
+async def show_table(view: View, name: str) -> None:
+    """Create a page with a table, under a name; a missing Prefect server is reported and not an error."""
+    await _show(f"the page {name}", name, partial(table_page, view))
+
+
+async def _show(what: str, name: str, make: Callable[[], str]) -> None:
     try:
-        page = await asyncio.to_thread(scores_page, folder)
-        await acreate_markdown_artifact(page, key=f"{_key(folder.name)}-scores")
+        await acreate_markdown_artifact(await asyncio.to_thread(make), key=_key(name))
     except PREFECT_ERRORS as error:
-        say(f"Prefect did not create the page of scores: {type(error).__name__}: {error}")
+        say(f"Prefect did not create {what}: {type(error).__name__}: {error}")
 
 
 def _key(name: str) -> str:

@@ -136,6 +136,12 @@ def scores_page(folder: RunFolder) -> str:
     return "\n".join([*lines, "", *_code(f"rollmill view {run}"), *shown])
 
 
+def table_page(view: View) -> str:
+    """Return a Markdown page with a table, its title as heading and its notes."""
+    notes = "\n".join(f"- {escape_inline(note, MOST_LINE)}" for note in view.notes)
+    return "\n".join([f"# {escape_inline(view.title, MOST_LINE)}", "", *make_table(view), "", notes])
+
+
 def _metrics(folder: RunFolder, step: int) -> dict[str, float]:
     rows = scan(folder, "metrics", ["name", "env", "stat", "value"], step=step).collect()
     values = rows.filter((rows["env"] == "all") & rows["stat"].is_in(["value", "mean"]))

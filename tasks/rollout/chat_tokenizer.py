@@ -152,6 +152,28 @@ class ChatTokenizer:
         end = [] if answer.endswith(tuple(stop)) else [min(self.eos_ids)]
         return np.append(self._ids(answer), np.array(end, np.int32)).astype(np.int32)
 
+    def write_turn(self, before: Sequence[Message], said: Message, tools: Tools = ()) -> str:
+        """Return what the policy wrote to say a message: its text, and its calls in the form of the chat template.
+
+        Args:
+            before: the conversation before the message.
+            said: a message of role assistant.
+            tools: what the policy may call.
+
+        Raises:
+            EpisodeError: the message has calls, and no chat template writes them after the header of the policy's message.
+        """
+        if not said.tool_calls:
+            return said.content
+        header = self._render(before, tools)
+        whole = self._render((*before, said), tools, opens_turn=False) if self.has_template else ""
+        if not whole.startswith(header):
+            raise EpisodeError(
+                "the chat template does not write the policy's calls after the header of its message"
+            )
+        text = whole[len(header) :]
+        return text[: min((at for end in self._end_texts if (at := text.find(end)) >= 0), default=len(text))]
+
     def stop_ids(self, stop: Sequence[str]) -> tuple[int, ...]:
         """Return the token id of each text of `stop`; these tokens end a turn.
 
@@ -269,15 +291,15 @@ class ChatTokenizer:
                 break
         return 0
 
-    def _render(self, messages: Sequence[Message], tools: Tools) -> str:
-        """Return the text of a conversation and the header of the policy's next message."""
+    def _render(self, messages: Sequence[Message], tools: Tools, *, opens_turn: bool = True) -> str:
+        """Return the text of a conversation and, with `opens_turn`, the header of the policy's next message."""
         if not self.has_template:
             return "".join(message.content for message in messages)
         turns: list[Any] = [message.as_json() for message in messages]
         offered: list[Any] | None = [dict(tool) for tool in tools] or None
         try:
             text = self._chat.apply_chat_template(
-                turns, tools=offered, add_generation_prompt=True, tokenize=False, **self._arguments
+                turns, tools=offered, add_generation_prompt=opens_turn, tokenize=False, **self._arguments
             )
         except Exception as error:
             # A template is foreign code: its expressions raise whatever they do.

@@ -21,6 +21,8 @@ from rollmill.flows.policies.policy_gate import PolicyGate
 from rollmill.flows.policies.promotion import promote_policy
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.lineage.lineage_writer import write_lineage
+from rollmill.tasks.store.lineage.policy_lineage import read_lineage
+from rollmill.tasks.store.promotion.gate_record import GateRecord, read_gate
 from rollmill.tasks.store.promotion.policy_alias import PolicyAlias
 
 pytestmark = pytest.mark.service
@@ -75,6 +77,13 @@ def wait_for_pause(api: str, candidate: RunFolder, process: "subprocess.Popen[st
     raise AssertionError(process.communicate()[0])
 
 
+def find_gate(candidate: RunFolder, against: RunFolder) -> GateRecord:
+    digests = (read_lineage(each).digest for each in (candidate, against))
+    gate = read_gate(RunFolder("policies"), *digests)
+    assert gate is not None
+    return gate
+
+
 @pytest.mark.parametrize("approve", [True, False])
 def test_the_alias_moves_when_a_person_approves_it(
     policies: tuple[RunFolder, RunFolder], prefect_api: str, approve: bool
@@ -94,6 +103,8 @@ def test_the_alias_moves_when_a_person_approves_it(
     current = PolicyAlias("policies/production").current()
     assert current is not None
     assert (current.approved_by, current.note) == (("ada", "read ten answers") if approve else ("", ""))
+    gate = find_gate(second, first)
+    assert gate.reasons == (() if approve else ("ada did not approve it: read ten answers",))
 
 
 def test_killed_between_gate_and_alias_nothing_is_moved_and_the_gate_is_kept(

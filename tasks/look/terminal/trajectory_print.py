@@ -120,7 +120,9 @@ def _advantage(found: TrajectoryRecord) -> str:
     if found.advantage is not None:
         by_turn = ", ".join("-" if each is None else f"{each:+z.3f}" for each in found.turn_advantages)
         return f"{found.advantage:+z.3f}{by_turn and f' on average, by turn {by_turn}'}  {spread}"
-    return f"not trained on: {group['reason'] or 'it has no reward'}  {spread}"
+    has_reward = any(not math.isnan(score["reward"]) for score in found.scores)
+    why = group["reason"] or ("no batch has it" if has_reward else "it has no reward")
+    return f"not trained on: {why}  {spread}"
 
 
 def _reward(row: Mapping[str, Any]) -> str:
@@ -135,9 +137,8 @@ def _versions(row: Mapping[str, Any]) -> str:
     spans = list(zip(row["version_span_versions"], row["version_span_starts"], strict=True))
     if len({version for version, _ in spans}) == 1:
         return str(spans[0][0])
-    return (
-        ", ".join(f"{version} from token {start}" for version, start in spans) or "none: nothing was sampled"
-    )
+    none = "unknown: it was imported" if row["n_completion_tokens"] else "none: nothing was sampled"
+    return ", ".join(f"{version} from token {start}" for version, start in spans) or none
 
 
 def message_heading(message: Mapping[str, Any]) -> str:

@@ -232,9 +232,10 @@ def _list_faults(mask: np.ndarray, lists: dict[str, pa.Array]) -> Iterator[str]:
 def find_wrong_rollout_values(step: StepView) -> Iterator[Finding]:
     """Find rollouts whose values by token contradict each other.
 
-    Loss_mask and logprobs are as long as token_ids; logprobs are finite where the mask is True and NaN elsewhere;
-    n_completion_tokens is the number of True ones; spans have a start and a version each, and ascend within the tokens; segments
-    follow each other and continue tokens that their parents have; turns have the sampled tokens.
+    Loss_mask and logprobs are as long as token_ids; logprobs are finite where the mask is True and NaN elsewhere, and all NaN if no
+    policy version is known, as in an imported run; n_completion_tokens is the number of True ones; spans have a start and a version
+    each, and ascend within the tokens; segments follow each other and continue tokens that their parents have; turns have the
+    sampled tokens.
     """
     ids = step.rollout_values["trajectory_id"].to_numpy()
     for what, is_wrong in _find_faults(step.rollout_values):
@@ -254,7 +255,10 @@ def _find_faults(rows: pa.Table) -> Iterator[tuple[str, np.ndarray]]:
     def rows_with(is_wrong: np.ndarray) -> np.ndarray:
         return np.bincount(row_of_token[is_wrong], minlength=rows.num_rows) > 0
 
-    yield "logprobs of sampled tokens are not finite", rows_with(mask & ~np.isfinite(logprobs))
+    # Which version sampled an imported trajectory, and by which log-probabilities, is not known.
+    is_imported = _lengths(rows, "version_span_starts")[row_of_token] == 0
+    is_wrong_logprob = np.where(is_imported, ~np.isnan(logprobs), ~np.isfinite(logprobs))
+    yield "logprobs of sampled tokens are not finite", rows_with(mask & is_wrong_logprob)
     yield "logprobs of tokens that were not sampled are not NaN", rows_with(~mask & ~np.isnan(logprobs))
     n_sampled = np.bincount(row_of_token[mask], minlength=rows.num_rows)
     n_stored = rows["n_completion_tokens"].to_numpy()

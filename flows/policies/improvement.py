@@ -1,0 +1,134 @@
+"""The cycles of an improvement: which logs each trains on, under which settings, and which policy it makes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollmill.flows.config import RunConfig
+from rollmill.flows.run.folder import is_finished, run_folder
+from rollmill.tasks.score.terms import resolve_terms
+from rollmill.tasks.store.filesystem import open_files
+from rollmill.tasks.store.folders import MANIFEST, RunFolder, policy_key
+from rollmill.tasks.store.lineage.policy_lineage import read_lineage
+from rollmill.tasks.store.promotion.gate_record import read_gate
+from rollmill.tasks.store.promotion.policy_alias import PolicyAlias
+from rollmill.tasks.store.reader import list_steps
+from rollmill.tasks.store.run.manifest import has_manifest, read_manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """One pass from new logs to a policy that is compared with the one in production.
+
+    Its number is that of the imported steps when it began, so the same logs always give the same cycle.
+
+    Attributes:
+        first_step: the first imported step that no earlier cycle trained on.
+        number: the number of imported steps.
+        run_name: of the run that trains on the steps from `first_step` to `number - 1`.
+    """
+
+    first_step: int
+    number: int
+    run_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Improvement:
+    """The runs of an improvement: NAME-logs has all imported conversations, and NAME-K is trained by the cycle K."""
+
+    name: str
+    config: RunConfig
+
+    @property
+    def logs_name(self) -> str:
+        """Name of the run that the logs are imported to."""
+        return f"{self.name}-logs"
+
+    @property
+    def logs(self) -> RunFolder:
+        """Folder of that run."""
+        return run_folder(self.logs_name, self.config)
+
+    def list_numbers(self) -> list[int]:
+        """Return the numbers of the cycles that have begun to train, ascending."""
+        files = open_files(RunFolder(self.config.store.root))
+        names = [
+            key.split("/")[0].removeprefix(f"{self.name}-") for key in files.keys(f"{self.name}-*/{MANIFEST}")
+        ]
+        return sorted(int(each) for each in names if each.isdecimal())
+
+    def find_open(self) -> Cycle | None:
+        """Return the newest cycle if its training has begun and not ended; None otherwise."""
+        numbers = self.list_numbers()
+        if not numbers or is_finished(run_folder(self._run_name(numbers[-1]), self.config)):
+            return None
+        return self._cycle(numbers[-1])
+
+    def find_newest(self) -> Cycle | None:
+        """Return the cycle of all that is imported; None if nothing is."""
+        steps = list_steps(self.logs, "metrics")
+        return self._cycle(len(steps)) if steps else None
+
+    def _cycle(self, number: int) -> Cycle:
+        earlier = [each for each in self.list_numbers() if each < number]
+        return Cycle(max(earlier, default=0), number, self._run_name(number))
+
+    def _run_name(self, number: int) -> str:
+        return f"{self.name}-{number}"
+
+    def list_cycles(self) -> Sequence[Cycle]:
+        """Return all cycles that have begun to train, in their order."""
+        return [self._cycle(each) for each in self.list_numbers()]
+
+    def training_config(self, cycle: Cycle, alias: PolicyAlias) -> RunConfig:
+        """Return the settings under which a cycle trains: from the policy in production, on what it imported.
+
+        The trainer computes the log-probabilities that the logs lack, and the policy is exported at the end. The gate evaluates it, so
+        training needs no servers. A cycle that has begun keeps its start model, also if the alias was moved since.
+        """
+        config, folder = self.config, run_folder(cycle.run_name, self.config)
+        terms, where = resolve_terms(config.score), f"step >= {cycle.first_step}"
+        if config.retrain.where:
+            where += f" and ({config.retrain.where}\n)"
+        changed = {
+            "retrain": {
+                "sources": (self.logs.absolute,),
+                "scores": f"{terms.name}@{terms.version}",
+                "where": where,
+            },
+            "train": {"old_logprobs": "trainer"},
+            "checkpoint": {"export_every": config.steps},
+            "evaluate": {"every": 0},
+        }
+        sections = {
+            section: getattr(config, section).model_copy(update=values) for section, values in changed.items()
+        }
+        return config.model_copy(update=sections | self._start_model(folder, alias))
+
+    def _start_model(self, folder: RunFolder, alias: PolicyAlias) -> dict[str, object]:
+        if has_manifest(folder):
+            stored = read_manifest(folder).config
+            return {
+                "model": stored["model"],
+                "start_model": type(self.config.start_model).model_validate(stored["start_model"]),
+            }
+        if current := alias.current():
+            return {
+                "model": current.policy,
+                "start_model": self.config.start_model.model_copy(update={"steps": 0}),
+            }
+        return {}
+
+    def is_decided(self, cycle: Cycle, alias: PolicyAlias) -> bool:
+        """Return True if the policy of a cycle was in production once, or may not replace the one that is there now."""
+        policy = RunFolder(self.policy(cycle))
+        if not is_finished(run_folder(cycle.run_name, self.config)):
+            return False
+        digest = read_lineage(policy).digest
+        promoted = [record.digest for _, record in alias.history()]
+        gate = read_gate(alias.root, digest, promoted[0] if promoted else "")
+        return digest in promoted or (gate is not None and not gate.passed)
+
+    def policy(self, cycle: Cycle) -> str:
+        """Return the folder of the policy that a cycle exports."""
+        return run_folder(cycle.run_name, self.config).path(policy_key(self.config.steps))

@@ -1,0 +1,63 @@
+"""`rollmill import`: logged conversations become the rollouts of a run, each once, whenever the process is killed."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+from logged_sums import N_ANSWERS, said, write_log
+
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.run.manifest import read_manifest
+from rollmill.tasks.store.verify.run_verification import verify_run
+
+pytestmark = pytest.mark.service
+
+DEADLINE_S = 120.0
+N_PROMPTS = 30
+
+
+def test_a_killed_import_resumes_adds_what_is_new_and_has_each_conversation_once(workplace: Any) -> None:
+    log = write_log(workplace.folder / "chats.jsonl", range(10, 10 + N_PROMPTS))
+    words = ("import", "small", str(log), "--name", "logs")
+    sizes = ("--set", f"rollout.group_size={N_ANSWERS}", "--set", "rollout.groups_per_step=8")
+    folder = RunFolder(workplace.folder / "runs" / "logs")
+
+    process = workplace.start(*words, *sizes)
+    deadline = time.monotonic() + DEADLINE_S
+    while not (folder.local / "rollouts").exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    done = workplace.run(*words, *sizes)
+    assert done.returncode == 0, done.stdout
+    assert said(folder) == sorted(f"{a}-{k}" for a in range(10, 10 + N_PROMPTS) for k in range(N_ANSWERS))
+    assert verify_run(folder).findings == []
+    manifest = read_manifest(folder)
+    assert (manifest.status, manifest.trains, manifest.config["steps"]) == ("finished", False, 4)
+    assert len(read(folder, "scores", ["reward"])) == N_PROMPTS * N_ANSWERS
+    assert len(read(folder, "groups", ["group"])) == N_PROMPTS
+
+    again = workplace.run(*words, *sizes)
+    assert "0 new conversations in 0 groups; 90 are imported already" in again.stdout
+    more = write_log(workplace.folder / "more.jsonl", range(10 + N_PROMPTS, 15 + N_PROMPTS))
+    added = workplace.run(*words, str(more), *sizes)
+    assert added.returncode == 0, added.stdout
+    assert "15 new conversations in 5 groups; 90 are imported already" in added.stdout
+    assert len(said(folder)) == len(set(said(folder))) == N_ANSWERS * (N_PROMPTS + 5)
+    assert verify_run(folder).findings == []
+
+
+def test_a_wrong_log_is_one_line_and_makes_no_run(workplace: Any) -> None:
+    log = workplace.folder / "bad.jsonl"
+    log.write_text('{"messages": []}\n')
+    refused = workplace.run("import", "small", "bad.jsonl", "--name", "logs")
+    assert refused.returncode == 2
+    assert "bad.jsonl:1: a request is wrong" in " ".join(refused.stdout.replace("'", "").split())
+    assert "making the start model" not in refused.stdout
+    assert "Traceback" not in refused.stdout
+    assert not (workplace.folder / "runs" / "logs").exists()

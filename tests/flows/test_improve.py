@@ -1,0 +1,121 @@
+"""The flow improve, killed at five moments of one cycle: nothing is done twice, and the alias moves once."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from logged_sums import N_ANSWERS, said, write_log
+
+from rollmill.flows.policies.improvement import Improvement
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.promotion.policy_alias import PolicyAlias
+from rollmill.tasks.store.reader import list_steps, read
+from rollmill.tasks.store.run.manifest import read_manifest
+from rollmill.tasks.store.verify.run_verification import verify_run
+from tests.stubs.toy_settings import validate_toy
+
+pytestmark = pytest.mark.service
+
+STEPS = 3
+DEADLINE_S = 300.0
+
+
+def has(folder: Path, pattern: str) -> Callable[[], bool]:
+    return lambda: any(folder.glob(pattern))
+
+
+def kill_when(workplace: Any, words: list[str], is_time: Callable[[], bool]) -> None:
+    """Start the command, and end it with all its processes by SIGKILL once it is time, or let it end before."""
+    process = workplace.start(*words)
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_time() and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    for pid in workplace.processes():
+        os.kill(pid, signal.SIGKILL)
+    while workplace.processes():
+        time.sleep(0.05)
+
+
+def test_a_cycle_that_is_killed_five_times_ends_as_one_that_is_not(workplace: Any, stub_python: str) -> None:
+    logs, runs = workplace.folder / "chats", workplace.folder / "runs"
+    logs.mkdir()
+    write_log(logs / "first.jsonl", range(10, 34))
+    settings = [
+        f"serve.python={stub_python}",
+        f"steps={STEPS}",
+        f"rollout.group_size={N_ANSWERS}",
+        "rollout.groups_per_step=6",
+        "evaluate.n_prompts=32",
+    ]
+    words = ["improve", "small", "chats", "--name", "nightly", "--yes", "--min-reward", "-1"]
+    words += [word for each in settings for word in ("--set", each)]
+    moments = (
+        has(runs, "nightly-logs/rollouts/step=000001/*"),
+        has(runs, "nightly-4/run.json"),
+        has(runs, "nightly-4/batches/step=000001/*"),
+        has(runs, "nightly-4/policies/version=000003"),
+        has(workplace.folder, "policies/gates/*"),
+    )
+    for is_time in moments:
+        kill_when(workplace, words, is_time)
+    done = workplace.run(*words)
+    assert done.returncode == 0, done.stdout
+
+    imported, trained = RunFolder(runs / "nightly-logs"), RunFolder(runs / "nightly-4")
+    assert said(imported) == sorted(f"{a}-{k}" for a in range(10, 34) for k in range(N_ANSWERS))
+    for folder in (imported, trained):
+        assert verify_run(folder).findings == []
+        assert read_manifest(folder).status == "finished"
+    assert list_steps(trained, "batches") == [*range(STEPS)]
+    alias = PolicyAlias(str(workplace.folder / "policies" / "production"))
+    (moved,) = (record for _, record in alias.history())
+    assert moved.policy == str(runs / "nightly-4" / "policies" / "version=000003")
+    assert len(list((workplace.folder / "policies" / "gates").iterdir())) == 1
+
+    again = workplace.run(*words)
+    assert again.returncode == 0, again.stdout
+    assert "nothing new: the policy of cycle 4 was decided on" in again.stdout
+
+    write_log(logs / "second.jsonl", range(40, 46))
+    second = workplace.run(*words)
+    assert second.returncode == 0, second.stdout
+    later = RunFolder(runs / "nightly-5")
+    assert read_manifest(later).config["model"] == moved.policy
+    assert read_manifest(later).config["retrain"]["where"] == "step >= 4"
+    origins = read(later, "batches", ["source_step"])["source_step"].to_pylist()
+    assert set(origins) == {4}
+    # The stub's answers do not depend on the policy, so none is better or worse: whether it passes is the gate's matter.
+    assert ("nightly-5 is blocked" in second.stdout) or ("nightly-5/policies" in second.stdout)
+
+
+def test_cycles_are_numbered_by_what_is_imported(tmp_path: Path) -> None:
+    config = validate_toy({"store": {"root": str(tmp_path)}, "model": "model"})
+    for name, status in (("nightly-4", "finished"), ("nightly-9", "running"), ("nightly-old", "running")):
+        (tmp_path / name).mkdir()
+        manifest = {
+            "run": name,
+            "incarnation": 0,
+            "epoch": 1,
+            "schema_version": 4,
+            "config": {},
+            "versions": {},
+            "git_commit": "",
+            "created_at": "2026-11-26T00:00:00+00:00",
+            "status": status,
+        }
+        (tmp_path / name / "run.json").write_text(json.dumps(manifest))
+    improvement = Improvement("nightly", config)
+    assert improvement.list_numbers() == [4, 9]
+    found = improvement.find_open()
+    assert found is not None
+    assert (found.first_step, found.number, found.run_name) == (4, 9, "nightly-9")
+    assert improvement.find_newest() is None
