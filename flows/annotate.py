@@ -12,7 +12,13 @@ from rollmill.flows.checks.machine_needs import check_store
 from rollmill.flows.checks.teacher_machine import check_teacher_machine
 from rollmill.flows.failure import one_error
 from rollmill.flows.forms import AnnotateSettings
-from rollmill.flows.offline.teacher import UnannotatedStep, check_annotation, list_unannotated, teacher_name
+from rollmill.flows.offline.teacher import (
+    UnannotatedStep,
+    check_annotation,
+    identify_teacher,
+    list_unannotated,
+    teacher_name,
+)
 from rollmill.flows.policies.teacher_servers import check_served_tokenizer, open_teacher_servers
 from rollmill.flows.prefect_integration.leftovers import mark_cancelled
 from rollmill.flows.prefect_integration.private_prefect import end_in_order
@@ -44,7 +50,8 @@ async def annotate(run_name: RunName, config: AnnotateSettings) -> str:
     folder = run_folder(run_name, config)
     await asyncio.to_thread(check_store, config.store.root)
     check_run(folder)
-    name, model = teacher_name(config), await asyncio.to_thread(check_annotation, folder, config)
+    await asyncio.to_thread(check_annotation, folder, config)
+    name, model = teacher_name(config), await asyncio.to_thread(identify_teacher, folder, config)
     with end_in_order(), one_error():
         quiet_task_runs()
         store = await asyncio.to_thread(OpenRun.extend, folder, config_of=config.store)

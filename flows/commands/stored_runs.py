@@ -153,8 +153,7 @@ def annotate_here(folder: RunFolder, config: AnnotateConfig) -> None:
         return annotate(folder.name, config)
 
     check_annotation(folder, config)
-    if not is_annotated(folder, config):
-        check_teacher_machine(config)
+    check_teacher_machine(config)
     run_flow(call, is_done=lambda: is_annotated(folder, config))
 
 

@@ -127,26 +127,26 @@ def is_annotated(folder: RunFolder, config: AnnotateConfig) -> bool:
     return not any(step.ids for step in list_unannotated(folder, config))
 
 
-def check_annotation(folder: RunFolder, config: AnnotateConfig) -> str:
-    """Refuse a teacher that does not fit the run, or another one of the same name; returns what `describe_teacher` does.
+def check_annotation(folder: RunFolder, config: AnnotateConfig) -> None:
+    """Refuse a choice of no step or group, and a teacher whose name is taken or that does not fit the run.
 
-    Nothing is started. A teacher on the Hugging Face hub is downloaded first.
+    Neither a rollout nor a weight is read. A teacher on the Hugging Face hub is downloaded first.
 
     Raises:
         ConfigError: names the setting.
     """
-    name = teacher_name(config)
-    list_unannotated(folder, config)
+    teacher_name(config)
+    _list_steps(folder, config)
+    if config.where:
+        find_groups(folder, config.where)
     if not config.serve.urls:
         download_model("teacher", config.teacher)
         _check_model(folder, config)
-    model = describe_teacher(config)
-    check_same_teacher(folder, name, model)
-    return model
 
 
-def check_same_teacher(folder: RunFolder, name: str, model: str) -> None:
-    """Refuse to add a teacher's log-probabilities to those of another one; ConfigError names both models."""
+def identify_teacher(folder: RunFolder, config: AnnotateConfig) -> str:
+    """Return what `describe_teacher` does; ConfigError if the run has log-probabilities of this name by another model."""
+    name, model = teacher_name(config), describe_teacher(config)
     for step in list_steps(folder, "logprobs", policy=name):
         rows = read(folder, "logprobs", ["model"], policy=name, step=step)
         stored = str(rows["model"][0]) if rows.num_rows else ""
@@ -154,14 +154,16 @@ def check_same_teacher(folder: RunFolder, name: str, model: str) -> None:
             remedy = f"{folder.location} has log-probabilities of this name by {stored}, and this teacher is {model}: give another name"
             raise ConfigError("name", name, remedy)
         if stored:
-            return
+            break
+    return model
 
 
 def _check_model(run: RunFolder, config: AnnotateConfig) -> None:
     """Refuse a teacher's folder without a model, with too few positions, or with another vocabulary than the run's model."""
     folder, longest = model_folder(config.teacher), config.serve.max_model_len
     check_architecture("teacher", folder)
-    check_rope("teacher", folder, longest)
+    # vLLM chooses by the length with the token that it samples after a sequence.
+    check_rope("teacher", folder, longest + 1)
     if (limit := read_positions(folder)) and limit < longest:
         remedy = (
             f"it has {limit} positions, and sequences of the run may have serve.max_model_len = {longest} tokens: if they are "

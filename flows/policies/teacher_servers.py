@@ -12,7 +12,7 @@ from rollmill.flows.checks.teacher_machine import teacher_server_settings
 from rollmill.flows.config import AnnotateConfig
 from rollmill.flows.policies.services import create_servers, start_services
 from rollmill.flows.prefect_integration.progress import say
-from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.errors import ConfigError, ServiceDiedError
 from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
 from rollmill.tasks.serve.vllm_client import VllmClient
 from rollmill.tasks.store.model_folders import model_folder
@@ -27,6 +27,7 @@ async def open_teacher_servers(config: AnnotateConfig, logs: Path) -> AsyncItera
 
     Raises:
         ServiceStartError: a server did not answer in time.
+        ServiceDiedError: a launched server ended; with its last log lines.
         ConfigError: a running server has another model.
     """
     if config.serve.urls:
@@ -43,7 +44,15 @@ async def open_teacher_servers(config: AnnotateConfig, logs: Path) -> AsyncItera
     gpus = await asyncio.to_thread(assign_run_gpus, settings, samples=True, trains=False)
     services = create_servers(settings, model_folder(config.teacher), logs, gpus, _LONGER)
     async with start_services(services):
-        yield [each.client for each in services]
+        try:
+            yield [each.client for each in services]
+        except Exception:
+            for service in services:
+                # Its log says more than the requests that it did not answer.
+                if service.process is not None and not service.process.is_running:
+                    reason = f"its process ended with status {service.process.returncode}"
+                    raise ServiceDiedError(service.name, reason, service.process.log_tail()) from None
+            raise
 
 
 async def _check_served_model(config: AnnotateConfig, server: VllmClient) -> None:

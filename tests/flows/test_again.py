@@ -27,6 +27,7 @@ from rollmill.tasks.store import reader
 from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.logprob_rows import make_logprob_rows
 from rollmill.tasks.store.run.manifest import read_manifest, write_manifest
 from rollmill.tasks.store.run.writable_run import OpenRun
 from rollmill.tasks.store.schemas import dataset_schema, make_batch, ragged_array
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.service
 STEPS, GROUPS, GROUP_SIZE = 3, 6, 4
 N = STEPS * GROUPS * GROUP_SIZE
 FAILED = "r.1.2.0"
-SHORT = "short@1"
+SHORT, TEACHER = "short@1", "big"
 TEXTS = ("example_id", "error_type", "error", "server", "finish_reason")
 
 
@@ -104,6 +105,13 @@ def make_scores(rollouts: pa.RecordBatch) -> pa.RecordBatch:
     return make_batch("scores", columns | {"reward": [-float(str(n)) for n in shown["n_completion_tokens"]]})
 
 
+def make_teacher_rows(step: int, rollouts: pa.RecordBatch) -> pa.RecordBatch:
+    """A teacher's log-probabilities of a step's rollouts, the sampler's and a little more."""
+    values = [np.array(each, np.float32) + 0.25 for each in rollouts["logprobs"].to_pylist()]
+    ids = rollouts["trajectory_id"].to_pylist()
+    return make_logprob_rows("r", step, [f"{TEACHER}@1"] * len(ids), ids, values)
+
+
 def make_groups(step: int) -> pa.RecordBatch:
     """A row for each group, which says how many trajectories were asked for."""
     columns: dict[str, object] = {
@@ -142,6 +150,8 @@ async def write_source(folder: Path, envs: Sequence[str] = ("addition",)) -> Non
                 rollouts = make_rollouts(step, envs)
                 await run.writer.append("rollouts", rollouts, step=step)
                 await run.writer.append("scores", make_scores(rollouts), scorer=SHORT, step=step)
+                taught = make_teacher_rows(step, rollouts)
+                await run.writer.append("logprobs", taught, policy=TEACHER, step=step)
                 await run.writer.append("groups", make_groups(step), step=step)
                 await run.writer.append("batches", empty("batches"), step=step)
         run.finish()
@@ -307,6 +317,10 @@ def test_a_killed_retraining_applies_every_batch_once_writes_its_last_checkpoint
             "observe.tensorboard=true",
         ),
     )
+    if ranks > 1:
+        # Ranks send each other the rows of the teacher, too.
+        kl = ("reference=stored", f"teacher={TEACHER}", "coef=0.5", "estimator=k1", "apply_to=advantage")
+        settings += tuple(f"train.kl.{each}" for each in kl)
     words = ("retrain", "small", "--from", "source", "--scores", SHORT, "--name", "new")
     words += tuple(word for each in settings for word in ("--set", each))
 

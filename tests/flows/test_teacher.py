@@ -1,10 +1,12 @@
 """A teacher that does not fit a run is refused before anything is started, and what is stored is not asked for again."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from teacher_folders import make_teacher
@@ -14,16 +16,21 @@ from rollmill.flows.offline.draws import GroupPool
 from rollmill.flows.offline.teacher import (
     check_annotation,
     describe_teacher,
+    identify_teacher,
     is_annotated,
     list_unannotated,
     teacher_name,
 )
+from rollmill.flows.policies.teacher_servers import check_served_tokenizer, open_teacher_servers
 from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.processes.launched_process import free_port
+from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
 from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.run.writable_run import OpenRun
 from rollmill.tasks.store.schemas import dataset_schema
 from tests.stubs.toy_settings import validate_toy
+from tests.stubs.vllm_server import StubVllmServer
 
 SCORES = "short@1"
 IDS = ["0.0", "0.1", "1.0", "1.1"]
@@ -109,22 +116,23 @@ async def test_what_is_stored_of_one_teacher_is_not_missing_and_is_of_another(
 async def test_a_condition_chooses_groups(run: RunFolder, tmp_path: Path) -> None:
     (step,) = list_unannotated(run, settings(tmp_path / "first", where='"group" = 1'))
     assert step.ids == ("1.0", "1.1")
+    teacher = make_teacher(tmp_path / "first")
     with pytest.raises(ConfigError, match=r"where = 'step > 3': no group of .* meets it"):
-        list_unannotated(run, settings(tmp_path / "first", where="step > 3"))
+        check_annotation(run, settings(teacher, where="step > 3"))
     with pytest.raises(ConfigError, match=r"no step is from first_step = 4 .* has rollouts of steps 0 to 0"):
-        list_unannotated(run, settings(tmp_path / "first", first_step=4))
+        check_annotation(run, settings(teacher, first_step=4))
 
 
 async def test_a_teacher_is_its_weights_and_not_its_folder(run: RunFolder, tmp_path: Path) -> None:
     first, moved = (settings(make_teacher(tmp_path / each), name="big") for each in ("first", "moved"))
     other = settings(make_teacher(tmp_path / "other", b"other weights"), name="big")
-    await annotate(run, IDS[:1], "big", check_annotation(run, first))
+    await annotate(run, IDS[:1], "big", identify_teacher(run, first))
 
-    check_annotation(run, moved)
+    identify_teacher(run, moved)
     with pytest.raises(
         ConfigError, match=r"name = 'big': .* by first@\w+, and this teacher is other@\w+: give another name"
     ):
-        check_annotation(run, other)
+        identify_teacher(run, other)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +199,52 @@ async def test_rollouts_of_another_temperature_are_refused(tmp_path: Path, model
         ConfigError, match=r"rollout.temperature = 0.5: trajectory 0.0 of step 0 .* at temperature 1 alone"
     ):
         list_unannotated(warm, settings(tmp_path / "teacher"))
+
+
+@contextmanager
+def serve_teacher(folder: Path) -> Iterator[AnnotateConfig]:
+    """A stub server of a teacher; yields the settings that attach to it."""
+    port = free_port()
+    control = StubVllmServer(folder, 0.0).serve(port)
+    try:
+        yield settings(folder.name, serve={"urls": [f"http://127.0.0.1:{port}"]})
+    finally:
+        control.stop()
+
+
+async def test_a_running_server_with_another_model_is_refused(tmp_path: Path) -> None:
+    with serve_teacher(make_teacher(tmp_path / "first")) as config:
+        async with open_teacher_servers(config, tmp_path) as servers:
+            assert len(servers) == 1
+        other = config.model_copy(update={"teacher": "second"})
+        with pytest.raises(
+            ConfigError, match="it serves the model first, and the teacher is second: correct the address"
+        ):
+            async with open_teacher_servers(other, tmp_path):
+                pass
+
+
+async def test_a_running_server_that_reads_tokens_as_another_text_is_refused(tmp_path: Path) -> None:
+    teacher = make_teacher(tmp_path / "first")
+    ours, tokens = ChatTokenizer.load_texts(teacher), np.array([2, 3, 4], np.int32)
+    exchange_tokens(teacher)
+    with serve_teacher(teacher) as config:
+        async with open_teacher_servers(config, tmp_path) as (server,):
+            await check_served_tokenizer(ours, server, np.array([5, 6], np.int32))
+            with pytest.raises(
+                ConfigError, match=r"it reads stored tokens as '.+', not as '.+'; a teacher needs the same"
+            ):
+                await check_served_tokenizer(ours, server, tokens)
+
+
+def exchange_tokens(folder: Path) -> None:
+    """Give the tokens 2 and 3 of a tokenizer each other's texts."""
+    path = folder / "tokenizer.json"
+    stored = json.loads(path.read_text())
+    vocabulary = stored["model"]["vocab"]
+    first, second = (next(text for text, number in vocabulary.items() if number == n) for n in (2, 3))
+    vocabulary[first], vocabulary[second] = 3, 2
+    path.write_text(json.dumps(stored))
 
 
 def distilled(*sources: RunFolder, **score: object) -> Any:
