@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from prefect import flow
 
@@ -43,7 +44,7 @@ async def ab(
     """
     compared = AbComparison(run, tuple(scorers), tuple(algorithms), name, where, tuple(overrides))
     with one_error():
-        await asyncio.to_thread(compared.check)
+        await asyncio.to_thread(partial(compared.check, trains=not only_scores))
         for key in compared.terms:
             await check_scorer_state(compared, key)
         for key in await asyncio.to_thread(compared.list_unscored):

@@ -37,7 +37,7 @@ def ab_here(compared: AbComparison, *, only_estimate: bool, limit: int, as_json:
     Raises:
         ConfigError, RunMismatchError: it cannot be compared; nothing was started.
     """
-    compared.check()
+    compared.check(trains=not only_estimate)
     is_done = not compared.list_unscored() if only_estimate else compared.is_done
     if is_done:
         views = _make_views(compared, only_estimate=only_estimate, limit=limit)

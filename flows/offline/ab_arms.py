@@ -122,8 +122,8 @@ class AbComparison:
             raise ConfigError("--algorithm", twice[0], "it is given twice; give it once")
         return [self._make_arm(key, algorithm) for key in self.terms for algorithm in algorithms]
 
-    def check(self) -> None:
-        """Refuse what cannot be compared, before anything starts.
+    def check(self, *, trains: bool = True) -> None:
+        """Refuse what cannot be compared, before anything starts; `trains` is False if only estimates are wanted.
 
         Raises:
             ConfigError: names the option or the setting.
@@ -135,7 +135,7 @@ class AbComparison:
         if not list_steps(self.folder, "rollouts"):
             remedy = "it has no rollouts: name the run that sampled them"
             raise ConfigError("RUN", self.folder.location, remedy)
-        for arm in self.arms:
+        for arm in self.arms if trains else ():
             _check_settings(arm)
         for key in self.terms:
             check_rescoring(self.folder, self.rescore_config(key))
