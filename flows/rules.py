@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from rollmill.flows.config import RunConfig
 from rollmill.flows.environments import environment_configs, list_altered, name_environment
 from rollmill.tasks.errors import ConfigError, show_value
-from rollmill.tasks.rollout.environment import environment_library
+from rollmill.tasks.rollout.environment import ENVIRONMENTS, environment_library
 from rollmill.tasks.score.terms import SCORERS
 from rollmill.tasks.store.run.immutable_settings import get_setting
 from rollmill.tasks.train.config import START_MODEL_POSITIONS, CheckpointConfig, TrainConfig
@@ -16,6 +16,8 @@ from rollmill.tasks.train.setting_rules import HAS_RATIO, check_objective, check
 Rule = tuple[str, bool, str]
 # Policy versions; asynchronous training is rarely stable above some ten.
 MOST_STALENESS = 32
+# Registered environments that read rollout.environment_args; that of agent gives the problems.
+WITH_ARGUMENTS = {"agent", "nemo_gym", "openenv"}
 
 
 def check_config(config: RunConfig) -> None:
@@ -203,6 +205,11 @@ def _rollout_rules(config: RunConfig) -> list[Rule]:
             "rollout.keep_states",
             bool(rollout.keep_states) and not environment_library(rollout),
             f"is for library environments only; {rollout.environment} declares its states itself (docs/environments.md)",
+        ),
+        (
+            "rollout.environment_args",
+            bool(rollout.environment_args) and rollout.environment in ENVIRONMENTS.keys() - WITH_ARGUMENTS,
+            f"the environment {rollout.environment} takes none: remove it",
         ),
         (
             "score.min_group_size",

@@ -53,6 +53,10 @@ from rollmill.tasks.train.config import TrainConfig
             r"rollout\.groups_per_step = 1: a step samples 8 trajectories .*train\.ranks = 4 .* fewer ranks or updates",
         ),
         (
+            ['rollout.environment_args={"url": "http://localhost"}'],
+            r"rollout\.environment_args = .*the environment addition takes none: remove it",
+        ),
+        (
             ["train.kl.coef=0.1"],
             r"train\.kl\.reference = 'none': train\.kl\.coef = 0\.1 needs a reference .* or train\.kl\.coef to 0",
         ),

@@ -273,6 +273,10 @@ def serve() -> Callable[..., AbstractAsyncContextManager[str]]:
             [send('{"type": "observation", "data": {}}')],
             "to reset is wrong: Object missing required field `observation`",
         ),
+        (
+            [send('{"type": "observation", "data": {"observation": {}, "done": true}}')],
+            "the episode is over: nothing was asked",
+        ),
         ([leave], r"closed the connection \(CLOSE"),
         (
             [send('{"type": "error", "data": {"message": "no room", "code": "SESSION_ERROR"}}')],

@@ -252,6 +252,10 @@ class OpenEnvEpisode:
         if not self._arguments.action:
             self._tools = await self._find_tools(self._socket)
         seen = await self._request(self._socket, "reset", self._reset)
+        if seen.done:
+            raise EpisodeError(
+                "the server's answer to reset says that the episode is over: nothing was asked"
+            )
         opening = [Message("user", self._show(seen.observation))]
         if self._system:
             opening.insert(0, Message("system", self._system))
