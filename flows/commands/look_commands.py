@@ -302,6 +302,39 @@ def export(
 
 
 @commands.command(rich_help_panel=PANEL)
+def publish(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="Runs, each as for the other commands.")
+    ],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="FORMAT:PLACE",
+            help="delta:PATH, iceberg:PATH, iceberg:CATALOG.NAMESPACE, lance:PATH or huggingface:USER/NAME.",
+        ),
+    ],
+    datasets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--dataset",
+            metavar="NAME",
+            help="Only this data set; repeatable; default: rollouts, scores, groups, batches, evaluations, metrics.",
+        ),
+    ] = None,
+) -> None:
+    """Append the rows of finished steps to tables of a lakehouse, those that they lack; exit status 1: stored rows were replaced."""
+    from rollmill.flows.run.folder import find_run
+    from rollmill.tasks.look.publish.publication import publish_runs
+    from rollmill.tasks.look.terminal.output import print_publication
+
+    published = publish_runs([find_run(each) for each in runs], to, datasets or ())
+    print_publication(published, to)
+    if published.replaced:
+        raise typer.Exit(1)
+
+
+@commands.command(rich_help_panel=PANEL)
 def verify(run: RunLocation, as_json: AsJson = False) -> None:
     """Check every byte and row of a run; exit status 1: something is wrong, 2: the run could not be checked."""
     from rollmill.flows.run.folder import find_run

@@ -81,7 +81,7 @@ def export_datasets(
         written = [
             _export_file(folder, staged / f"{file}.{form}", form, name, partitions)
             for name in dict.fromkeys(datasets or PARTITION_KEYS)
-            for file, partitions in _list_files(folder, name).items()
+            for file, partitions in list_partitions(folder, name).items()
         ]
         kept = [each for each in written if each.rows or datasets]
         for each in written:
@@ -90,10 +90,10 @@ def export_datasets(
     return [ExportedFile(output / each.path.name, each.rows, each.bytes) for each in kept]
 
 
-def _list_files(folder: RunFolder, dataset: str) -> dict[str, list[dict[str, PartitionValue]]]:
-    """Return the files to export of a data set, by name without suffix, with the partitions of each in order.
+def list_partitions(folder: RunFolder, dataset: str) -> dict[str, list[dict[str, PartitionValue]]]:
+    """Return the partitions of a data set in order, by the name of the table that can hold all of them.
 
-    `states` has one file for each environment, `logprobs` one for each policy.
+    `states` has one table for each environment, `logprobs` one for each policy.
 
     Example: {"states-guess": [{"env": "guess", "step": 0}, {"env": "guess", "step": 1}]}
     """

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollmill.tasks.look.export.dataset_export import ExportedFile
+from rollmill.tasks.look.publish.publication import Publication
 from rollmill.tasks.look.tables.view import Column, View, count_noun, escape_controls
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.verify.run_verification import Check, VerificationReport, verify_run
@@ -89,6 +90,19 @@ def print_exported_files(files: Sequence[ExportedFile]) -> None:
     columns = [Column("file"), Column("rows"), Column("megabytes")]
     rows = [{"file": str(each.path), "rows": each.rows, "megabytes": each.bytes / 1e6} for each in files]
     print_view(View({}, count_noun(len(files), "file"), columns, rows))
+
+
+def print_publication(published: Publication, to: str) -> None:
+    """Print the rows and commits that were added to each table; to standard error, which stored rows it did not add."""
+    columns = [Column("table"), Column("rows"), Column("commits")]
+    rows = [
+        {"table": table, "rows": n, "commits": published.commits[table]}
+        for table, n in published.rows.items()
+    ]
+    print_view(View({}, f"{count_noun(sum(published.rows.values()), 'new row')} in {to}", columns, rows))
+    for part in published.replaced:
+        what = "its rows were replaced since they were published, and the table keeps the earlier ones"
+        typer.echo(f"rollmill: {part}: {what}; publish to another place for the new ones", err=True)
 
 
 def open_console() -> Console:
