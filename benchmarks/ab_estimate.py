@@ -20,6 +20,8 @@ PRESETS = {"quickstart": "addition", "calculator": "calculator"}
 """The presets, and the scorer of each."""
 OTHERS = ("benchmarks.ab_rewards:brief", "benchmarks.ab_rewards:wordy")
 STEPS, N_PROMPTS = 10, 256
+FAR = 0.05
+"""About half of the width of a difference's interval with so many prompts."""
 ROLLMILL = Path(sys.executable).parent / "rollmill"
 
 
@@ -83,12 +85,13 @@ def correlate(cells: Sequence[Cell]) -> float:
     return float(frame.select(pl.corr("estimate", "truth", method="spearman")).item())
 
 
-def count_ordered(cells: Iterable[Cell]) -> tuple[int, int]:
-    """Count the pairs of arms of one run whose order under a scorer is estimated right, and all pairs."""
+def count_ordered(cells: Iterable[Cell], least: float = 0.0) -> tuple[int, int]:
+    """Count the pairs of arms of one run whose order under a scorer is estimated right, and all pairs; `least`: their distance in truth."""
     by_column: dict[tuple[str, int, str], list[Cell]] = {}
     for each in cells:
         by_column.setdefault((each.preset, each.seed, each.scorer), []).append(each)
     pairs = [pair for column in by_column.values() for pair in combinations(column, 2)]
+    pairs = [(a, b) for a, b in pairs if abs(a.truth - b.truth) >= least]
     right = sum((a.estimate - b.estimate) * (a.truth - b.truth) > 0 for a, b in pairs)
     return right, len(pairs)
 
@@ -123,8 +126,10 @@ def main() -> None:
 
 def _print_summary(what: str, cells: Sequence[Cell]) -> None:
     right, n = count_ordered(cells)
+    far_right, n_far = count_ordered(cells, FAR)
     print(
-        f"{what}: {len(cells)} cells, rank correlation {correlate(cells):.2f}, {right} of {n} pairs of arms in the right order"
+        f"{what}: {len(cells)} cells, rank correlation {correlate(cells):.2f}, {right} of {n} pairs of arms in the right order, "
+        f"{far_right} of {n_far} that reach rewards at least {FAR} apart"
     )
 
 
