@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 
@@ -128,7 +129,7 @@ def test_a_table_has_every_value_of_every_finished_step_and_later_calls_add_late
 ) -> None:
     first = publish_runs([stopped_run], lake.to)
     # Step 2 is open. The last evaluation that is known to be complete is that of version 0.
-    assert first.commits == {
+    assert first.parts == {
         name: 1 if name == "evaluations" else 4 if name == "scores" else 2 for name in ROWS
     }
     assert {*lake.read("rollouts")["step"].to_pylist()} == {0, 1}
@@ -174,12 +175,32 @@ def test_attempts_that_were_added_to_a_published_step_follow(
     assert_has_rows(lake, "rollouts", read(redone_run, "rollouts"))
 
 
+def test_a_fork_with_fewer_rows_of_its_source_adds_none(
+    small_run: RunFolder, redone_run: RunFolder, tmp_path: Path
+) -> None:
+    fork = RunFolder(tmp_path / "runs" / "fork")
+    shutil.copytree(small_run.local, fork.local)
+    manifest = fork.local / "run.json"
+    manifest.write_text(manifest.read_text().replace(read_manifest(fork).run, "f02cf02cf02cf02c"))
+    to = f"delta:{tmp_path / 'lake'}"
+    publish_runs([redone_run], to, ["rollouts"])
+    published = publish_runs([fork], to, ["rollouts"])
+    assert (published.rows, published.replaced) == ({}, [])
+
+
+def test_published_types_are_those_that_all_formats_have(small_run: RunFolder) -> None:
+    for dataset in PUBLISHED:
+        rows = next(iter(list_parts(small_run, dataset))).read_rows(0)
+        assert "large" not in str(rows.schema)
+        assert all(each.nullable for each in rows.schema)
+
+
 def test_a_table_without_a_newer_column_gets_it(lake: Lake, small_run: RunFolder) -> None:
     place = open_place(lake.to)
     first = next(iter(list_parts(small_run, "rollouts")))
     place.append(first, first.read_rows(0).drop_columns(["turn_starts", "queue_s"]), first.mark(first.n_rows))
     place.finish()
-    assert publish_runs([small_run], lake.to, ["rollouts"]).commits == {"rollouts": 2}
+    assert publish_runs([small_run], lake.to, ["rollouts"]).parts == {"rollouts": 2}
     rows = pl.DataFrame(lake.read("rollouts")).select("step", "turn_starts", "queue_s")
     is_first = pl.col("step") == 0
     assert rows.filter(is_first).select(pl.col("turn_starts", "queue_s").null_count()).row(0) == (16, 16)
@@ -196,9 +217,28 @@ def test_a_killed_command_loses_no_row_and_publishes_none_twice(
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     published = publish_runs([small_run], lake.to)
     # Files for the hub were still being gathered.
-    assert sum(published.commits.values()) == 20 - (0 if lake.form == "huggingface" else 5)
+    assert sum(published.parts.values()) == 20 - (0 if lake.form == "huggingface" else 5)
     for dataset in PUBLISHED:
         assert_has_rows(lake, dataset, read(small_run, dataset))
+
+
+def test_rows_that_were_deleted_from_a_table_do_not_come_back(small_run: RunFolder, tmp_path: Path) -> None:
+    forms = [f"{form}:{tmp_path / form}" for form in ("delta", "iceberg", "lance")]
+    for to in forms:
+        publish_runs([small_run], to, ["groups"])
+    delta = DeltaTable(tmp_path / "delta" / "groups")
+    delta.delete("step = 0")
+    delta.create_checkpoint()
+    for commit in (tmp_path / "delta" / "groups" / "_delta_log").glob("*.json"):
+        commit.unlink()
+    iceberg = iceberg_table(str(tmp_path / "iceberg"), "groups")
+    iceberg.delete("step = 0")
+    iceberg.maintenance.expire_snapshots().older_than(datetime.now() + timedelta(days=1)).commit()
+    table = lance.dataset(str(tmp_path / "lance" / "groups.lance"))
+    table.delete("step = 0")
+    table.cleanup_old_versions(older_than=timedelta(0))
+    assert len(table.versions()) == 1
+    assert [publish_runs([small_run], to, ["groups"]).rows for to in forms] == [{}, {}, {}]
 
 
 @pytest.mark.parametrize("has_table", [False, True])

@@ -44,7 +44,6 @@ class HubDataset:
             mark = Mark(int(match["rows"]), int(match["checksum"], 16))
             self._marks[match["part"]] = max(mark, self._marks.get(match["part"], mark))
         self._gathered: dict[str, bytes] = {}
-        self._keys: list[str] = []
 
     def read_mark(self, part: StoredPart) -> int:
         """Return the packed mark of what the repository has of a part; 0: nothing."""
@@ -57,7 +56,6 @@ class HubDataset:
         stem = _file_stem(part)
         self._gathered[f"{stem}.{mark.rows}-{mark.checksum:08x}.parquet"] = file.getvalue()
         self._marks[stem] = mark
-        self._keys.append(part.key)
         self._describe(part.table, rows.schema)
         if (
             len(self._gathered) >= FILES_PER_COMMIT
@@ -69,16 +67,17 @@ class HubDataset:
         """Commit the files that were gathered, and the card."""
         if not self._gathered:
             return
+        names = list(self._gathered)
         files = self._gathered | {CARD: str(self._card).encode()}
         made = self._api.create_commit(
             self._name,
             [CommitOperationAdd(path, content) for path, content in files.items()],
-            commit_message=f"{len(self._gathered)} parts of runs: {self._keys[0]} to {self._keys[-1]}",
-            commit_description="\n".join(self._keys),
+            commit_message=f"{len(names)} files: {names[0]} to {names[-1]}",
+            commit_description="\n".join(names),
             repo_type="dataset",
             parent_commit=self._parent,
         )
-        self._parent, self._gathered, self._keys = made.oid, {}, []
+        self._parent, self._gathered = made.oid, {}
 
     def _read_card(self) -> str:
         file = self._api.hf_hub_download(self._name, CARD, repo_type="dataset", revision=self._parent)

@@ -36,31 +36,32 @@ class Publication:
 
     Attributes:
         rows: rows appended, by table.
-        commits: parts with such rows, by table.
+        parts: parts with such rows, by table; each is a commit, on the hub a file.
         replaced: parts whose stored rows are not those that were published, as texts for a message.
     """
 
     rows: Counter[str] = field(default_factory=Counter)
-    commits: Counter[str] = field(default_factory=Counter)
+    parts: Counter[str] = field(default_factory=Counter)
     replaced: list[str] = field(default_factory=list)
 
     def publish_part(self, part: StoredPart, place: Place, to: str) -> None:
         """Append the rows of a part that its table lacks.
 
-        Rows that were replaced since they were published stay as they are in the table, and nothing is appended.
+        Rows that were replaced since they were published stay as they are in the table, and nothing is appended. So it is with copied
+        rows of which the table has more already.
         """
         what = f"{part.dataset}/{part.place} of run {part.run}"
         with _naming(what, to):
             known = Mark.unpack(place.read_mark(part))
         # The table has a part under this name already: other rows than the first ones must not follow them.
         if known.rows and part.mark(known.rows) != known:
-            self.replaced.append(f"{part.folder.location}: {part.dataset}/{part.place}")
+            self.replaced += [f"{part.folder.location}: {part.dataset}/{part.place}"] if part.is_own else []
         elif part.n_rows > known.rows:
             rows = part.read_rows(known.rows)
             with _naming(what, to):
                 place.append(part, rows, part.mark(part.n_rows))
             self.rows[part.table] += rows.num_rows
-            self.commits[part.table] += 1
+            self.parts[part.table] += 1
 
 
 def publish_runs(folders: Sequence[RunFolder], to: str, datasets: Sequence[str] = ()) -> Publication:

@@ -12,7 +12,7 @@ from rollmill.tasks.look.export.dataset_export import json_lines, list_partition
 from rollmill.tasks.look.publish.portable_rows import convert_rows, table_name
 from rollmill.tasks.store.folders import Partition, RunFolder, partition_folder
 from rollmill.tasks.store.reader import list_steps, read
-from rollmill.tasks.store.run.manifest import read_manifest
+from rollmill.tasks.store.run.manifest import Manifest, read_manifest
 from rollmill.tasks.store.run.resume import list_done_steps
 from rollmill.tasks.store.schemas import STATE_FIELDS, dataset_schema
 
@@ -49,7 +49,8 @@ class StoredPart:
         folder: of the run that is published.
         dataset: name of the data set.
         table: name of the table for them.
-        run: id of the run that wrote them; in a fork, rows of earlier steps have the id of its source.
+        run: id of the run that wrote them.
+        is_own: False for rows of another run, which a fork copied: its source may have more of them.
         partition: values of the partition keys.
         identities: the columns of these rows that a mark covers.
     """
@@ -58,6 +59,7 @@ class StoredPart:
     dataset: str
     table: str
     run: str
+    is_own: bool
     partition: Partition
     identities: pa.Table
 
@@ -108,7 +110,8 @@ def list_parts(folder: RunFolder, dataset: str) -> Iterator[StoredPart]:
     Raises:
         StoreError: a shard cannot be read.
     """
-    is_finished = _find_finished(folder, dataset)
+    manifest = read_manifest(folder)
+    is_finished = _find_finished(folder, manifest, dataset)
     schema = [each.name for each in (STATE_FIELDS if dataset == "states" else dataset_schema(dataset))]
     columns = ["run", *(name for name in _IDENTITY if name in schema)]
     for name, partitions in list_partitions(folder, dataset).items():
@@ -118,15 +121,14 @@ def list_parts(folder: RunFolder, dataset: str) -> Iterator[StoredPart]:
             rows = read(folder, dataset, columns, **partition)
             for run in pc.unique(rows["run"]).to_pylist():
                 own = rows.filter(pc.field("run") == run)
-                yield StoredPart(folder, dataset, table_name(name), run, partition, own)
+                yield StoredPart(folder, dataset, table_name(name), run, run == manifest.run, partition, own)
 
 
-def _find_finished(folder: RunFolder, dataset: str) -> Callable[[int], bool]:
+def _find_finished(folder: RunFolder, manifest: Manifest, dataset: str) -> Callable[[int], bool]:
     """Return whether a step of a data set gets no more rows by the run's loop.
 
     The metrics of a step are stored last. An evaluation of a version ends before the step after next.
     """
-    manifest = read_manifest(folder)
     if manifest.status == "finished":
         return lambda step: True
     done = set(list_done_steps(folder, manifest)) & set(list_steps(folder, "metrics"))

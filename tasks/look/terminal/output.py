@@ -93,11 +93,10 @@ def print_exported_files(files: Sequence[ExportedFile]) -> None:
 
 
 def print_publication(published: Publication, to: str) -> None:
-    """Print the rows and commits that were added to each table; to standard error, which stored rows it did not add."""
-    columns = [Column("table"), Column("rows"), Column("commits")]
+    """Print the rows and parts that were added to each table; to standard error, which stored rows it did not add."""
+    columns = [Column("table"), Column("rows"), Column("parts")]
     rows = [
-        {"table": table, "rows": n, "commits": published.commits[table]}
-        for table, n in published.rows.items()
+        {"table": table, "rows": n, "parts": published.parts[table]} for table, n in published.rows.items()
     ]
     print_view(View({}, f"{count_noun(sum(published.rows.values()), 'new row')} in {to}", columns, rows))
     for part in published.replaced:
