@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import pyarrow as pa
+import typer
 
 from rollmill.tasks.errors import ConfigError, RollmillError, StoreError
 from rollmill.tasks.look.publish.stored_parts import Mark, StoredPart, list_parts
@@ -131,6 +132,8 @@ def _naming(what: str, to: str) -> Iterator[None]:
     except RollmillError:
         raise
     except Exception as error:
+        # Delta's are trees of many coloured lines.
+        reason = " ".join(typer.unstyle(str(error)).split())
         raise StoreError(
-            f"cannot publish {what} to {to}: {error}\nwhat was published before stays; the same command continues"
+            f"cannot publish {what} to {to}: {reason}\nwhat was published before stays; the same command continues"
         ) from error
