@@ -16,3 +16,8 @@ def brief(candidate: Candidate) -> float:
 def wordy(candidate: Candidate) -> float:
     """The share of its tokens that an answer uses."""
     return min(1.0, candidate.n_completion_tokens / LONGEST)
+
+
+def short(candidate: Candidate) -> float:
+    """0 for an answer without a token, down to -1 for the longest one: the opposite of `wordy`."""
+    return -wordy(candidate)
