@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import pyarrow as pa
-import typer
+from rich.text import Text
 
 from rollmill.tasks.errors import ConfigError, RollmillError, StoreError
 from rollmill.tasks.look.publish.stored_parts import Mark, StoredPart, list_parts
@@ -133,7 +133,7 @@ def _naming(what: str, to: str) -> Iterator[None]:
         raise
     except Exception as error:
         # Delta's are trees of many coloured lines.
-        reason = " ".join(typer.unstyle(str(error)).split())
+        reason = " ".join(Text.from_ansi(str(error)).plain.split())
         raise StoreError(
             f"cannot publish {what} to {to}: {reason}\nwhat was published before stays; the same command continues"
         ) from error
