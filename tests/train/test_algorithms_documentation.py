@@ -25,11 +25,13 @@ def test_the_loss_of_the_page_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", sorted(path.stem for path in ALGORITHMS.glob("*.yaml")))
 def test_a_preset_has_the_settings_of_the_table(name: str) -> None:
     (row,) = re.findall(rf"^\| `{name}`[^|]*\| (.*)$", PAGE, re.MULTILINE)[:1]
-    config = load(f"quickstart+{name}")
+    config = load(f"quickstart+{name}", ("train.kl.model=models/teacher",) if name == "distill" else ())
     advantage, loss, normalization, more, _ = row.split("|")
     kl, divergence = (
         config.train.kl,
-        re.search(r"divergence (k\d) from the start model in the loss, (\S+)", more),
+        re.search(
+            r"divergence (k\d) from (the start model|a \[teacher]\S+) in the (loss|advantage), (\S+)", more
+        ),
     )
 
     assert f"`{config.score.advantage}`" in advantage
@@ -37,8 +39,9 @@ def test_a_preset_has_the_settings_of_the_table(name: str) -> None:
     assert f"`{config.train.normalization}`" in normalization
     assert bool(divergence) == bool(kl.coef)
     if divergence:
-        assert (kl.estimator, kl.coef) == (divergence[1], float(divergence[2]))
-        assert (kl.apply_to, kl.reference) == ("loss", "frozen")
+        estimator, model, place, coef = divergence.groups()
+        assert (kl.estimator, kl.coef) == (estimator, float(coef))
+        assert (kl.apply_to, kl.reference, bool(kl.model)) == (place, "frozen", model != "the start model")
 
 
 def test_every_loss_and_advantage_has_its_formula() -> None:
