@@ -54,7 +54,7 @@ async def improve(
     Returns:
         What was done.
     """
-    improvement, place = Improvement(run_name, config), PolicyAlias(alias)
+    improvement = Improvement(run_name, config, PolicyAlias(alias))
     with one_error():
         await check_machine(config)
         # An open cycle ends before further logs are imported, or it would train on other rows than it began with.
@@ -63,11 +63,11 @@ async def improve(
             await import_logs(improvement.logs_name, config, files)
             cycle = await asyncio.to_thread(improvement.find_newest)
             assert cycle
-        if await asyncio.to_thread(improvement.is_decided, cycle, place):
+        if await asyncio.to_thread(improvement.is_decided, cycle):
             said = f"nothing new: the policy of cycle {cycle.number} was decided on"
             say(said)
             return said
-        await train_cycle(improvement, cycle, place)
+        await train_cycle(improvement, cycle)
         await report_drift(improvement)
         policy = improvement.policy(cycle)
         try:
@@ -80,9 +80,9 @@ async def improve(
         return await move_alias(record, alias, "the flow improve", f"cycle {cycle.number}", webhook)
 
 
-async def train_cycle(improvement: Improvement, cycle: Cycle, alias: PolicyAlias) -> None:
+async def train_cycle(improvement: Improvement, cycle: Cycle) -> None:
     """Train the run of a cycle, unless it is trained."""
-    config = await asyncio.to_thread(improvement.training_config, cycle, alias)
+    config = await asyncio.to_thread(improvement.training_config, cycle)
     if await asyncio.to_thread(is_finished, run_folder(cycle.run_name, config)):
         return
     say(f"cycle {cycle.number} trains {cycle.run_name} on the imported steps from {cycle.first_step} on")

@@ -1,10 +1,10 @@
 """The cycles of an improvement: which logs each trains on, under which settings, and which policy it makes."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollmill.flows.config import RunConfig
 from rollmill.flows.run.folder import is_finished, run_folder
+from rollmill.flows.settings import validate
 from rollmill.tasks.score.terms import resolve_terms
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import MANIFEST, RunFolder, policy_key
@@ -22,7 +22,7 @@ class Cycle:
     Its number is that of the imported steps when it began, so the same logs always give the same cycle.
 
     Attributes:
-        first_step: the first imported step that no earlier cycle trained on.
+        first_step: the first step that was imported after the cycle whose policy was promoted last.
         number: the number of imported steps.
         run_name: of the run that trains on the steps from `first_step` to `number - 1`.
     """
@@ -34,10 +34,15 @@ class Cycle:
 
 @dataclass(frozen=True, slots=True)
 class Improvement:
-    """The runs of an improvement: NAME-logs has all imported conversations, and NAME-K is trained by the cycle K."""
+    """The runs of an improvement: NAME-logs has all imported conversations, and NAME-K is trained by the cycle K.
+
+    Attributes:
+        alias: of the policy in production.
+    """
 
     name: str
     config: RunConfig
+    alias: PolicyAlias
 
     @property
     def logs_name(self) -> str:
@@ -70,21 +75,19 @@ class Improvement:
         return self._cycle(len(steps)) if steps else None
 
     def _cycle(self, number: int) -> Cycle:
-        earlier = [each for each in self.list_numbers() if each < number]
-        return Cycle(max(earlier, default=0), number, self._run_name(number))
+        # Conversations of a cycle that was blocked are trained on again, with those that came since.
+        policies = {record.policy for _, record in self.alias.history()}
+        promoted = [each for each in self.list_numbers() if each < number and self._policy(each) in policies]
+        return Cycle(max(promoted, default=0), number, self._run_name(number))
 
     def _run_name(self, number: int) -> str:
         return f"{self.name}-{number}"
 
-    def list_cycles(self) -> Sequence[Cycle]:
-        """Return all cycles that have begun to train, in their order."""
-        return [self._cycle(each) for each in self.list_numbers()]
-
-    def training_config(self, cycle: Cycle, alias: PolicyAlias) -> RunConfig:
+    def training_config(self, cycle: Cycle) -> RunConfig:
         """Return the settings under which a cycle trains: from the policy in production, on what it imported.
 
         The trainer computes the log-probabilities that the logs lack, and the policy is exported at the end. The gate evaluates it, so
-        training needs no servers. A cycle that has begun keeps its start model, also if the alias was moved since.
+        training needs no servers. A cycle that has begun keeps its start model and its rows, also if the alias was moved since.
         """
         config, folder = self.config, run_folder(cycle.run_name, self.config)
         terms, where = resolve_terms(config.score), f"step >= {cycle.first_step}"
@@ -103,32 +106,35 @@ class Improvement:
         sections = {
             section: getattr(config, section).model_copy(update=values) for section, values in changed.items()
         }
-        return config.model_copy(update=sections | self._start_model(folder, alias))
-
-    def _start_model(self, folder: RunFolder, alias: PolicyAlias) -> dict[str, object]:
         if has_manifest(folder):
-            stored = read_manifest(folder).config
-            return {
-                "model": stored["model"],
-                "start_model": type(self.config.start_model).model_validate(stored["start_model"]),
-            }
-        if current := alias.current():
+            stored = validate(read_manifest(folder).config)
+            kept = {"model": stored.model, "start_model": stored.start_model, "retrain": stored.retrain}
+            return config.model_copy(update=sections | kept)
+        return config.model_copy(update=sections | self._start_model())
+
+    def _start_model(self) -> dict[str, object]:
+        if current := self.alias.current():
             return {
                 "model": current.policy,
                 "start_model": self.config.start_model.model_copy(update={"steps": 0}),
             }
         return {}
 
-    def is_decided(self, cycle: Cycle, alias: PolicyAlias) -> bool:
+    def is_decided(self, cycle: Cycle) -> bool:
         """Return True if the policy of a cycle was in production once, or may not replace the one that is there now."""
         policy = RunFolder(self.policy(cycle))
         if not is_finished(run_folder(cycle.run_name, self.config)):
             return False
         digest = read_lineage(policy).digest
-        promoted = [record.digest for _, record in alias.history()]
-        gate = read_gate(alias.root, digest, promoted[0] if promoted else "")
+        promoted = [record.digest for _, record in self.alias.history()]
+        gate = read_gate(self.alias.root, digest, promoted[0] if promoted else "")
         return digest in promoted or (gate is not None and not gate.passed)
 
     def policy(self, cycle: Cycle) -> str:
         """Return the folder of the policy that a cycle exports."""
-        return run_folder(cycle.run_name, self.config).path(policy_key(self.config.steps))
+        return self._policy(cycle.number)
+
+    def _policy(self, number: int) -> str:
+        run = run_folder(self._run_name(number), self.config)
+        steps = read_manifest(run).config["steps"] if has_manifest(run) else self.config.steps
+        return RunFolder(run.path(policy_key(steps))).absolute

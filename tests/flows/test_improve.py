@@ -106,16 +106,16 @@ def test_cycles_are_numbered_by_what_is_imported(tmp_path: Path) -> None:
             "incarnation": 0,
             "epoch": 1,
             "schema_version": 4,
-            "config": {},
+            "config": {"steps": 3},
             "versions": {},
             "git_commit": "",
             "created_at": "2026-11-26T00:00:00+00:00",
             "status": status,
         }
         (tmp_path / name / "run.json").write_text(json.dumps(manifest))
-    improvement = Improvement("nightly", config)
+    improvement = Improvement("nightly", config, PolicyAlias(str(tmp_path / "production")))
     assert improvement.list_numbers() == [4, 9]
     found = improvement.find_open()
     assert found is not None
-    assert (found.first_step, found.number, found.run_name) == (4, 9, "nightly-9")
+    assert (found.first_step, found.number, found.run_name) == (0, 9, "nightly-9")
     assert improvement.find_newest() is None
