@@ -15,7 +15,6 @@ from rollmill.flows.run.folder import RunName, is_finished, run_folder
 from rollmill.flows.run.live_run import open_run
 from rollmill.flows.start_model import check_start, ensure_start_model
 from rollmill.flows.step.overlap import StepPipeline
-from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.observe.step_clock import record_flow
 from rollmill.tasks.rollout.chat_logs.log_files import read_logs
 
@@ -43,15 +42,13 @@ async def import_logs(run_name: RunName, config: CollectSettings, files: list[st
     )
     folder = run_folder(run_name, config)
     with end_in_order(), one_error():
-        # First, since a wrong line must not cost the training of a start model.
-        logged, n_silent = await asyncio.to_thread(read_logs, files)
+        # First, since a broken file must not cost the training of a start model.
+        logs = await asyncio.to_thread(read_logs, files)
         model = await ensure_start_model(config)
-        found = await asyncio.to_thread(LogImport.plan, folder, config, model, logged)
-        found.left_out.update({"have no message of the policy": n_silent} if n_silent else {})
+        found = await asyncio.to_thread(LogImport.plan, folder, config, model, logs.conversations)
+        found.left_out.update(logs.left_out)
         say(found.describe())
-        if not found.n_steps:
-            raise ConfigError("FILE", ", ".join(files), "nothing can be imported")
-        if not found.groups and is_finished(folder):
+        if not found.groups and (not found.n_steps or is_finished(folder)):
             return folder.location
         config = config.model_copy(update={"steps": found.n_steps})
         await check_start(run_name, config, samples=False, trains=False)

@@ -17,8 +17,9 @@ from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.promote import Margin, Share, ask_and_promote, gate, move_alias
 from rollmill.flows.retrain import retrain
 from rollmill.flows.run.folder import RunName, is_finished, run_folder
-from rollmill.tasks.errors import GateError
+from rollmill.tasks.errors import ConfigError, GateError
 from rollmill.tasks.look.tables.log_drift import make_drift_view
+from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.promotion.policy_alias import PolicyAlias
 
 Approval = Literal["person", "automatic"]
@@ -54,17 +55,20 @@ async def improve(
     Returns:
         What was done.
     """
-    improvement = Improvement(run_name, config, PolicyAlias(alias))
+    improvement = Improvement(run_name, config, PolicyAlias(alias), (margin, error_rate, min_reward))
     with one_error():
+        if not RunFolder(config.store.root).is_local:
+            raise ConfigError(
+                "store.root", config.store.root, "the gate's servers read policies from a disk: give a folder"
+            )
         await check_machine(config)
         # An open cycle ends before further logs are imported, or it would train on other rows than it began with.
         cycle = await asyncio.to_thread(improvement.find_open)
         if cycle is None:
             await import_logs(improvement.logs_name, config, files)
             cycle = await asyncio.to_thread(improvement.find_newest)
-            assert cycle
-        if await asyncio.to_thread(improvement.is_decided, cycle):
-            said = f"nothing new: the policy of cycle {cycle.number} was decided on"
+        if cycle is None or await asyncio.to_thread(improvement.is_decided, cycle):
+            said = "nothing new" + (f": the policy of cycle {cycle.number} was decided on" if cycle else "")
             say(said)
             return said
         await train_cycle(improvement, cycle)

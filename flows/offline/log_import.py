@@ -10,7 +10,7 @@ from typing import Self
 
 from rollmill.flows.config import RunConfig
 from rollmill.flows.run.live_run import Run
-from rollmill.tasks.errors import ConfigError, EpisodeError
+from rollmill.tasks.errors import ConfigError, EpisodeError, StoreError
 from rollmill.tasks.rollout.chat_logs.logged_conversation import LoggedConversation, drop_duplicates
 from rollmill.tasks.rollout.chat_logs.logged_trajectory import (
     DIGEST,
@@ -56,7 +56,7 @@ class LogImport:
             logged: conversations, in the order in which they are stored.
 
         Raises:
-            ConfigError: the chat template refuses a conversation; the run has several environments.
+            ConfigError: the run has several environments.
             ShardError: stored rollouts cannot be read.
         """
         if config.environments:
@@ -65,13 +65,18 @@ class LogImport:
             )
         outcomes = read(folder, "rollouts", ["outcome"])["outcome"].to_pylist()
         kept = drop_duplicates(logged, frozenset(json.loads(each).get(DIGEST, "") for each in outcomes))
-        left_out = Counter(kept.left_out)
+        left_out = kept.left_out
         by_prompt: dict[str, list[Trajectory]] = {}
+        refused: list[str] = []
         for each, built in _build(kept.conversations, config, model):
-            if len(built.token_ids) > config.serve.max_model_len:
+            if isinstance(built, EpisodeError):
+                refused.append(f"{each.source}: {built}")
+            elif len(built.token_ids) > config.serve.max_model_len:
                 left_out[f"have more than serve.max_model_len = {config.serve.max_model_len} tokens"] += 1
             else:
                 by_prompt.setdefault(each.prompt_digest, []).append(built)
+        if refused:
+            left_out[f"are refused by the chat template (the first: {refused[0]})"] = len(refused)
         size, groups = config.rollout.group_size, list[Group]()
         for answers in by_prompt.values():
             whole = len(answers) // size * size
@@ -79,8 +84,7 @@ class LogImport:
             left_out[f"are not one of rollout.group_size = {size} answers to a prompt"] += (
                 len(answers) - whole
             )
-        steps = list_steps(folder, "rollouts")
-        return cls(groups, max(steps, default=-1) + 1, config.rollout.groups_per_step, +left_out)
+        return cls(groups, _next_step(folder), config.rollout.groups_per_step, +left_out)
 
     @property
     def n_steps(self) -> int:
@@ -94,8 +98,16 @@ class LogImport:
         return f"{n_new} new conversations in {len(self.groups)} groups{rest}"
 
     async def store(self, run: Run) -> None:
-        """Store the plan and then the rollouts of each step; the rollouts of a step appear all at once."""
+        """Store the plan and then the rollouts of each step; the rollouts of a step appear all at once.
+
+        Raises:
+            StoreError: another import has added steps since `plan`.
+        """
         writer, env = run.store.writer, run.environments[0].name
+        if _next_step(run.folder) != self.first_step:
+            raise StoreError(
+                f"another import has added steps to {run.folder.location} meanwhile; run it again"
+            )
         for step in range(self.first_step, self.n_steps):
             begin = (step - self.first_step) * self.groups_per_step
             groups = self.groups[begin : begin + self.groups_per_step]
@@ -112,9 +124,14 @@ class LogImport:
             await writer.append("rollouts", rollout_rows(run.id, step, env, placed), step=step)
 
 
+def _next_step(folder: RunFolder) -> int:
+    return max(list_steps(folder, "rollouts"), default=-1) + 1
+
+
 def _build(
     conversations: Sequence[LoggedConversation], config: RunConfig, model: Path
-) -> Iterator[tuple[LoggedConversation, Trajectory]]:
+) -> Iterator[tuple[LoggedConversation, Trajectory | EpisodeError]]:
+    """Yield each conversation with its trajectory, or why it has none."""
     rollout = config.rollout
     tokenizer = ChatTokenizer.load(model, rollout.chat_template, rollout.chat_template_kwargs)
     stop = () if needs_worker(rollout) else make_environment(rollout).stop
@@ -127,4 +144,4 @@ def _build(
                 ),
             )
         except EpisodeError as error:
-            raise ConfigError("FILE", each.source, str(error)) from error
+            yield each, error

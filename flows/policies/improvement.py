@@ -38,11 +38,13 @@ class Improvement:
 
     Attributes:
         alias: of the policy in production.
+        thresholds: margin, error rate and smallest reward of the gate.
     """
 
     name: str
     config: RunConfig
     alias: PolicyAlias
+    thresholds: tuple[float, float, float | None]
 
     @property
     def logs_name(self) -> str:
@@ -60,14 +62,13 @@ class Improvement:
         names = [
             key.split("/")[0].removeprefix(f"{self.name}-") for key in files.keys(f"{self.name}-*/{MANIFEST}")
         ]
-        return sorted(int(each) for each in names if each.isdecimal())
+        return sorted(int(each) for each in names if each.isdecimal() and str(int(each)) == each)
 
     def find_open(self) -> Cycle | None:
-        """Return the newest cycle if its training has begun and not ended; None otherwise."""
+        """Return the newest cycle if its training has begun and its policy is not decided on; None otherwise."""
         numbers = self.list_numbers()
-        if not numbers or is_finished(run_folder(self._run_name(numbers[-1]), self.config)):
-            return None
-        return self._cycle(numbers[-1])
+        cycle = self._cycle(numbers[-1]) if numbers else None
+        return None if cycle is None or self.is_decided(cycle) else cycle
 
     def find_newest(self) -> Cycle | None:
         """Return the cycle of all that is imported; None if nothing is."""
@@ -90,7 +91,10 @@ class Improvement:
         training needs no servers. A cycle that has begun keeps its start model and its rows, also if the alias was moved since.
         """
         config, folder = self.config, run_folder(cycle.run_name, self.config)
-        terms, where = resolve_terms(config.score), f"step >= {cycle.first_step}"
+        terms, where = (
+            resolve_terms(config.score),
+            f"step >= {cycle.first_step} and step < {cycle.number}",
+        )
         if config.retrain.where:
             where += f" and ({config.retrain.where}\n)"
         changed = {
@@ -128,7 +132,10 @@ class Improvement:
         digest = read_lineage(policy).digest
         promoted = [record.digest for _, record in self.alias.history()]
         gate = read_gate(self.alias.root, digest, promoted[0] if promoted else "")
-        return digest in promoted or (gate is not None and not gate.passed)
+        if gate is None or gate.passed:
+            return digest in promoted
+        # Other thresholds are another decision.
+        return (gate.margin, gate.error_rate, gate.min_reward) == self.thresholds
 
     def policy(self, cycle: Cycle) -> str:
         """Return the folder of the policy that a cycle exports."""

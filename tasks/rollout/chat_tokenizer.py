@@ -172,7 +172,11 @@ class ChatTokenizer:
                 "the chat template does not write the policy's calls after the header of its message"
             )
         text = whole[len(header) :]
-        return text[: min((at for end in self._end_texts if (at := text.find(end)) >= 0), default=len(text))]
+        text = text[: max((at for end in self._end_texts if (at := text.rfind(end)) >= 0), default=len(text))]
+        for call in said.tool_calls:
+            if str(call["function"]["name"]) not in text:
+                raise EpisodeError("the chat template leaves out the policy's calls")
+        return text
 
     def stop_ids(self, stop: Sequence[str]) -> tuple[int, ...]:
         """Return the token id of each text of `stop`; these tokens end a turn.

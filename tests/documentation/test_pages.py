@@ -25,6 +25,7 @@ PYTHON_IS_RUN_BY = {
     "compaction.md": "tests/flows/test_documented_commands.py",
     "datasets.md": "tests/looking/test_recipes.py",
     "environments.md": "tests/rollout/test_tools.py",
+    "improve.md": "tests/flows/test_improve.py",
     "publish.md": "tests/looking/test_publish.py",
     "queries.md": "tests/looking/test_run_frames.py",
     "rescoring.md": "tests/flows/test_documented_commands.py",

@@ -52,12 +52,12 @@ def test_a_killed_import_resumes_adds_what_is_new_and_has_each_conversation_once
     assert verify_run(folder).findings == []
 
 
-def test_a_wrong_log_is_one_line_and_makes_no_run(workplace: Any) -> None:
+def test_a_broken_log_is_one_line_and_makes_no_run(workplace: Any) -> None:
     log = workplace.folder / "bad.jsonl"
-    log.write_text('{"messages": []}\n')
+    log.write_text('{"messages": [\n{"messages": []}\n')
     refused = workplace.run("import", "small", "bad.jsonl", "--name", "logs")
     assert refused.returncode == 2
-    assert "bad.jsonl:1: a request is wrong" in " ".join(refused.stdout.replace("'", "").split())
+    assert "bad.jsonl:1: this line is no JSON" in " ".join(refused.stdout.replace("'", "").split())
     assert "making the start model" not in refused.stdout
     assert "Traceback" not in refused.stdout
     assert not (workplace.folder / "runs" / "logs").exists()

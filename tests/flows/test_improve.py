@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 from logged_sums import N_ANSWERS, said, write_log
 
 from rollmill.flows.policies.improvement import Improvement
+from rollmill.tasks.score.scorer import Candidate
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.promotion.policy_alias import PolicyAlias
 from rollmill.tasks.store.reader import list_steps, read
@@ -30,14 +32,15 @@ def has(folder: Path, pattern: str) -> Callable[[], bool]:
 
 
 def kill_when(workplace: Any, words: list[str], is_time: Callable[[], bool]) -> None:
-    """Start the command, and end it with all its processes by SIGKILL once it is time, or let it end before."""
+    """Start the command, and end it with all its processes by SIGKILL once it is time."""
+    assert not is_time()
     process = workplace.start(*words)
     deadline = time.monotonic() + DEADLINE_S
-    while not is_time() and process.poll() is None:
+    while not is_time():
+        assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
-        time.sleep(0.005)
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     for pid in workplace.processes():
         os.kill(pid, signal.SIGKILL)
@@ -90,11 +93,25 @@ def test_a_cycle_that_is_killed_five_times_ends_as_one_that_is_not(workplace: An
     assert second.returncode == 0, second.stdout
     later = RunFolder(runs / "nightly-5")
     assert read_manifest(later).config["model"] == moved.policy
-    assert read_manifest(later).config["retrain"]["where"] == "step >= 4"
+    assert read_manifest(later).config["retrain"]["where"] == "step >= 4 and step < 5"
     origins = read(later, "batches", ["source_step"])["source_step"].to_pylist()
     assert set(origins) == {4}
     # The stub's answers do not depend on the policy, so none is better or worse: whether it passes is the gate's matter.
     assert ("nightly-5 is blocked" in second.stdout) or ("nightly-5/policies" in second.stdout)
+
+
+def test_the_scorer_of_the_tutorial_knows_right_sums_and_its_users_are_a_program() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "improve.md").read_text()
+    scorer, users = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(scorer, found)
+
+    def score(answer: str) -> float:
+        said = [{"role": "user", "content": "47+38="}, {"role": "assistant", "content": answer}]
+        return float(found["right"](Candidate("t", {}, said, is_complete=True, turn_messages=[1])))
+
+    assert [score(each) for each in ("85", "[7+8=15 4+3+1=8]85", "86", "[85]", "")] == [1, 1, 0, 0, 0]
+    compile(users, "users.py", "exec")
 
 
 def test_cycles_are_numbered_by_what_is_imported(tmp_path: Path) -> None:
@@ -113,7 +130,9 @@ def test_cycles_are_numbered_by_what_is_imported(tmp_path: Path) -> None:
             "status": status,
         }
         (tmp_path / name / "run.json").write_text(json.dumps(manifest))
-    improvement = Improvement("nightly", config, PolicyAlias(str(tmp_path / "production")))
+    improvement = Improvement(
+        "nightly", config, PolicyAlias(str(tmp_path / "production")), (0.05, 0.05, None)
+    )
     assert improvement.list_numbers() == [4, 9]
     found = improvement.find_open()
     assert found is not None

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,8 @@ def test_spans_of_opentelemetry_and_chats_are_the_same_conversations(
             {"type": "function", "name": "price", "parameters": PRICE["function"]["parameters"]}
         ],  # type: ignore[index]
     }
-    (found,), n_silent = read_logs([write("spans.jsonl", otel_line(given))])
+    logs = read_logs([write("spans.jsonl", otel_line(given))])
+    (found,) = logs.conversations
     chat = parse(messages=[{"role": "system", "content": "Be brief."}, *CHAT["messages"]])  # type: ignore[misc]
     assert found.messages == chat.messages
     assert found.log_id == "7b/2c"
@@ -128,7 +130,7 @@ def test_spans_of_opentelemetry_and_chats_are_the_same_conversations(
     assert found.started_at is not None
     assert found.started_at.timestamp() == 1_700_000_000
     assert [each["function"]["name"] for each in found.tools] == ["price"]
-    assert n_silent == 0
+    assert not logs.left_out
 
 
 def test_parquet_and_json_lines_are_the_same_conversations(tmp_path: Path, write: Callable[..., str]) -> None:
@@ -143,11 +145,11 @@ def test_parquet_and_json_lines_are_the_same_conversations(tmp_path: Path, write
     )
     (tmp_path / "folder").mkdir()
     frame.write_parquet(tmp_path / "folder" / "chats.parquet")
-    (one,), n_silent = read_logs([lines])
-    (other,), n_silent_too = read_logs([str(tmp_path / "folder")])
+    one_log, other_log = read_logs([lines]), read_logs([str(tmp_path / "folder")])
+    (one,), (other,) = one_log.conversations, other_log.conversations
     assert one.digest == other.digest
     assert dict(one.example) == dict(other.example) == {"answer": "7"}
-    assert n_silent == n_silent_too == 1
+    assert one_log.left_out == other_log.left_out == {"have no message of the policy": 1}
 
 
 def test_what_was_said_after_the_last_answer_is_left_out() -> None:
@@ -212,23 +214,73 @@ def test_an_answer_that_was_cut_has_no_end(tokenizer: ChatTokenizer) -> None:
             "part of type image_url",
         ),
         ({"messages": [ASKED, ANSWERED], "started_at": "yesterday"}, "started_at"),
+        ({"messages": [ASKED, ANSWERED], "started_at": 1e30}, "OverflowError"),
+        ({"messages": [ASKED | {"content": "\ud83d"}, ANSWERED]}, "UnicodeEncodeError"),
+        ({"messages": [ASKED, 5]}, "Expected `object`"),
         ([1], "no JSON object"),
         ({"resourceSpans": [{"scopeSpans": [{"spans": [{"attributes": 3}]}]}]}, "another form than OTLP's"),
         (otel_line({"gen_ai.output.messages": [{"parts": [{"type": "blob"}]}]}), "part of type blob"),
         (otel_line({"gen_ai.output.messages": "They"}), "no JSON"),
+        (otel_line({"gen_ai.output.messages": REPLIED}), "needs a prompt"),
     ],
 )
-def test_a_wrong_line_is_named(write: Callable[..., str], line: object, said: str) -> None:
-    with pytest.raises(ConfigError, match=r"bad\.jsonl:2") as caught:
-        read_logs([write("bad.jsonl", CHAT, line)])
-    assert said in str(caught.value)
+def test_a_line_that_cannot_be_trained_on_is_named_and_stops_no_other(
+    write: Callable[..., str], line: object, said: str
+) -> None:
+    logs = read_logs([write("bad.jsonl", CHAT, line, CHAT | {"id": 6})])
+    assert [each.log_id for each in logs.conversations] == ["5", "6"]
+    ((reason, n),) = logs.left_out.items()
+    assert n == 1
+    assert "bad.jsonl:2" in reason
+    assert said in reason
+
+
+def test_a_line_that_is_no_json_stops_the_import_unless_it_is_written_now(tmp_path: Path) -> None:
+    log = tmp_path / "chats.jsonl"
+    whole = json.dumps(CHAT) + "\n"
+    log.write_text(whole + '{"messages": [')
+    assert len(read_logs([str(log)]).conversations) == 1
+    log.write_text('{"messages": [\n' + whole)
+    with pytest.raises(ConfigError, match=r"chats\.jsonl:1"):
+        read_logs([str(log)])
+
+
+def test_a_parquet_column_that_is_no_json_is_no_example(tmp_path: Path) -> None:
+    frame = pl.DataFrame({"messages": [[ASKED, ANSWERED]], "when": [datetime(2026, 1, 1)]})
+    frame.write_parquet(tmp_path / "chats.parquet")
+    logs = read_logs([str(tmp_path)])
+    assert "datetime is not JSON serializable" in next(iter(logs.left_out))
+
+
+def test_of_answers_with_the_same_text_one_is_left_out_for_each_that_was_continued() -> None:
+    answers = [parse(messages=[ASKED, ANSWERED], id=number) for number in range(4)]
+    further = parse(messages=[ASKED, ANSWERED, ASKED, ANSWERED], id=9)
+    last = parse(messages=[ASKED, ANSWERED, ASKED, ANSWERED, ASKED, ANSWERED], id=10)
+    kept = drop_duplicates([*answers, further, last], frozenset())
+    assert kept.conversations == (*answers[1:], last)
+    assert kept.left_out == {"are the beginning of another": 2}
+
+
+def test_the_same_answer_with_another_rating_is_another_conversation() -> None:
+    one, other = parse(id=None, rating=0), parse(id=None, rating=1)
+    assert len(drop_duplicates([one, other, one], frozenset()).conversations) == 2
+
+
+def test_calls_as_objects_and_reasoning_in_a_field_are_read() -> None:
+    function = {"name": "price", "arguments": {"fruit": "fig"}}
+    calling = {"role": "assistant", "content": "", "tool_calls": [{"id": None, "function": function}]}
+    thinking = {"role": "assistant", "content": "7", "reasoning_content": "hm"}
+    found = parse(messages=[ASKED, calling, {"role": "tool", "content": "7"}, thinking])
+    assert found.messages[1].tool_calls[0]["function"]["arguments"] == {"fruit": "fig"}
+    assert found.messages[3].content == "<think>\nhm\n</think>\n\n7"
+    assert found.turn_digests()[0] == parse(messages=[ASKED, CALLING]).turn_digests()[0]
 
 
 def test_files_that_are_no_logs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text("hello\n")
     (tmp_path / "broken.parquet").write_text("hello\n")
     for name, said in (
-        ("missing", "no file"),
+        ("missing", "no folder"),
         ("text.jsonl", "no JSON"),
         ("broken.parquet", "cannot be read"),
     ):
@@ -236,7 +288,11 @@ def test_files_that_are_no_logs_are_refused(tmp_path: Path) -> None:
             read_logs([str(tmp_path / name)])
 
 
-def test_calls_need_a_chat_template(tmp_path: Path) -> None:
-    plain = ChatTokenizer.load(save_byte_tokenizer(tmp_path / "plain"))
-    with pytest.raises(EpisodeError, match="does not write the policy's calls"):
+@pytest.mark.parametrize("template", ["", chat_templates.QWEN2])
+def test_calls_need_a_chat_template_that_writes_them(tmp_path: Path, template: str) -> None:
+    folder = save_byte_tokenizer(tmp_path / "plain")
+    if template:
+        (folder / "chat_template.jinja").write_text(template)
+    plain = ChatTokenizer.load(folder)
+    with pytest.raises(EpisodeError, match="policy's calls"):
         build_logged_trajectory(parse(), tokenizer=plain, stop=(), temperature=1.0)

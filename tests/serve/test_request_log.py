@@ -68,7 +68,7 @@ def test_each_choice_is_a_line(serve: Callable[..., list[dict[str, Any]]], tmp_p
     assert [each["id"] for each in lines] == ["chat-1-0", "chat-1-1"]
     assert lines[0]["messages"] == [ASKED, {"role": "assistant", "content": "4"}]
     assert lines[1]["messages"][1]["tool_calls"][0]["function"] == CALL["function"]
-    found, _ = read_logs([str(tmp_path / "chats")])
+    found = read_logs([str(tmp_path / "chats")]).conversations
     assert [each.log_id for each in found] == ["chat-1-0", "chat-1-1"]
     assert found[0].tools == (tool,)
     assert found[0].started_at is not None
@@ -79,6 +79,24 @@ def test_a_streamed_answer_is_joined(serve: Callable[..., list[dict[str, Any]]])
     (line,) = serve({"messages": [ASKED], "stream": True}, StreamingResponse(iter(parts)))
     assert line["messages"][1] == {"role": "assistant", "content": "It is 4."}
     assert (line["finish_reason"], line["model"]) == ("length", "qwen")
+
+
+def test_calls_of_a_streamed_answer_have_the_form_of_those_of_a_whole_one(
+    serve: Callable[..., list[dict[str, Any]]],
+) -> None:
+    parts = events({"role": "assistant", "tool_calls": [{"index": 0} | CALL]}, end="tool_calls")
+    (line,) = serve({"messages": [ASKED], "stream": True}, StreamingResponse(iter(parts)))
+    assert line["messages"][1]["tool_calls"] == [CALL]
+
+
+def test_reasoning_is_logged_and_an_answer_that_the_client_began_is_not(
+    serve: Callable[..., list[dict[str, Any]]],
+) -> None:
+    answer = completion({"content": "4", "reasoning_content": "two and two"})
+    (line,) = serve({"messages": [ASKED]}, JSONResponse(answer))
+    assert line["messages"][1]["reasoning_content"] == "two and two"
+    begun = {"messages": [ASKED, {"role": "assistant", "content": "It"}], "continue_final_message": True}
+    assert serve(begun, JSONResponse(answer)) == [line]
 
 
 @pytest.mark.parametrize(

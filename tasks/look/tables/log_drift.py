@@ -38,8 +38,16 @@ def make_drift_view(logs: RunFolder, ends: Sequence[int]) -> View:
     frame = (
         RunFrames([logs])
         .trajectories.select(
-            "step", "example_id", "reward", pl.col("n_completion_tokens").alias("tokens"), "finish_reason"
+            "step",
+            "group",
+            "example_id",
+            "reward",
+            pl.col("n_completion_tokens").alias("tokens"),
+            (pl.col("finish_reason") == "length").alias("cut"),
         )
+        # Answers to one prompt are alike: intervals count prompts.
+        .group_by("step", "group", "example_id")
+        .agg(pl.len().alias("n"), pl.col("reward", "tokens", "cut").mean())
         .collect()
     )
     rows: list[dict[str, object]] = []
@@ -50,8 +58,8 @@ def make_drift_view(logs: RunFolder, ends: Sequence[int]) -> View:
         prompts = set(now["example_id"])
         row: dict[str, object] = {
             "cycle": end,
-            "n": now.height,
-            "cut": _share(now["finish_reason"] == "length"),
+            "n": int(now["n"].sum()),
+            "cut": _mean(now["cut"]),
             "new_prompts": len(prompts - seen) / len(prompts) if prompts else math.nan,
         }
         for name in _FIGURES:
@@ -85,7 +93,3 @@ def _mean(values: pl.Series) -> float:
 
 def _variance(values: pl.Series) -> float:
     return float(values.to_numpy().var(ddof=1))
-
-
-def _share(is_so: pl.Series) -> float:
-    return float(is_so.to_numpy().mean()) if len(is_so) else math.nan

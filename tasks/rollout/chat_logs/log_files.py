@@ -1,7 +1,9 @@
 """Read logged conversations from files: JSON Lines of chats or of OpenTelemetry's spans, or Parquet."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,86 +16,109 @@ from rollmill.tasks.rollout.chat_logs.otel_spans import list_spans
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 
 
-def read_logs(paths: Sequence[str]) -> tuple[list[LoggedConversation], int]:
+@dataclass(frozen=True, slots=True)
+class Logs:
+    """What some files have.
+
+    Attributes:
+        conversations: those that can be trained on, in the order of the files.
+        left_out: number of the others, by reason.
+    """
+
+    conversations: tuple[LoggedConversation, ...]
+    left_out: Counter[str]
+
+
+def read_logs(paths: Sequence[str]) -> Logs:
     """Read the conversations of files, and of those in folders, in the order of their names.
 
-    Returns:
-        The conversations in which the policy says something, and the number of the others.
+    A line that cannot be trained on, such as one about a picture, is left out: it must not stop the others.
 
     Raises:
-        ConfigError: a file is missing, unreadable or of another kind, or a line of it is wrong; names file and line.
+        ConfigError: a path is missing, or a file cannot be read as JSON or Parquet; names file and line.
     """
     found: list[LoggedConversation] = []
-    n_silent = 0
+    left_out: Counter[str] = Counter()
+    wrong: list[str] = []
     for file in list_log_files(paths):
         for source, line in _lines(file):
+            if isinstance(line, EpisodeError):
+                wrong.append(f"{source}: {line}")
+                continue
             try:
                 parsed = parse_conversation(line, source)
             except EpisodeError as error:
-                raise ConfigError(
-                    "FILE", source, f"{error}; correct or remove it (docs/improve.md)"
-                ) from error
+                wrong.append(f"{source}: {error}")
+                continue
             if parsed:
                 found.append(parsed)
             else:
-                n_silent += 1
-    return found, n_silent
+                left_out["have no message of the policy"] += 1
+    if wrong:
+        left_out[f"cannot be trained on (the first: {wrong[0]})"] = len(wrong)
+    return Logs(tuple(found), left_out)
 
 
 def list_log_files(paths: Sequence[str]) -> list[Path]:
-    """List files, and those in folders that have one of SUFFIXES; raises ConfigError for a path that has none."""
+    """List files, and those in folders that have one of SUFFIXES; raises ConfigError for a path that is missing or another file."""
     files: list[Path] = []
     for path in map(Path, paths):
-        inside = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
-        logs = [each for each in inside if each.suffix in SUFFIXES]
-        if not logs:
-            remedy = f"there is no file {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} of this name or in this folder"
+        if path.is_dir():
+            files += sorted(each for each in path.rglob("*") if each.is_file() and each.suffix in SUFFIXES)
+        elif path.is_file() and path.suffix in SUFFIXES:
+            files.append(path)
+        else:
+            remedy = (
+                f"there is no folder of this name, nor a file {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+            )
             raise ConfigError("FILE", str(path), remedy)
-        files += logs
     return files
 
 
-def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each conversation of a file as JSON, with where it is."""
+def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any] | EpisodeError]]:
+    """Yield each conversation of a file as JSON, or why it is none, with where it is."""
     try:
         yield from _parquet_rows(file) if file.suffix == ".parquet" else _json_lines(file)
     except (OSError, ValueError, pl.exceptions.PolarsError) as error:
         raise ConfigError("FILE", str(file), f"it cannot be read: {error}") from error
 
 
-def _json_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with file.open(encoding="utf-8") as opened:
+def _json_lines(file: Path) -> Iterator[tuple[str, dict[str, Any] | EpisodeError]]:
+    with file.open(encoding="utf-8-sig") as opened:
         for number, text in enumerate(opened, 1):
-            if not text.strip():
-                continue
             source = f"{file}:{number}"
             try:
-                line = json.loads(text)
-            except ValueError as error:
-                raise ConfigError(
-                    "FILE", source, f"this line is no JSON ({error}); give one object a line"
-                ) from error
-            if not isinstance(line, dict):
-                raise ConfigError("FILE", source, "this line is no JSON object")
-            if "resourceSpans" not in line:
-                yield source, line
+                line = json.loads(text) if text.strip() else None
+            except (ValueError, RecursionError) as error:
+                if not text.endswith("\n"):
+                    # Another process writes this line now; the next import has it.
+                    return
+                remedy = f"this line is no JSON ({error}); give one object a line"
+                raise ConfigError("FILE", source, remedy) from error
+            if line is None:
+                continue
+            if not isinstance(line, dict) or "resourceSpans" not in line:
+                yield source, line if isinstance(line, dict) else EpisodeError("it is no JSON object")
                 continue
             try:
                 for span in list_spans(line):
                     yield f"{source} span {span['id']}", span
-            except (EpisodeError, KeyError, TypeError, AttributeError) as error:
-                raise ConfigError(
-                    "FILE", source, f"its spans have another form than OTLP's: {error}"
-                ) from error
+            except (EpisodeError, LookupError, TypeError, AttributeError, ValueError) as error:
+                yield source, EpisodeError(f"its spans have another form than OTLP's: {error}")
 
 
-def _parquet_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parquet_rows(file: Path) -> Iterator[tuple[str, dict[str, Any] | EpisodeError]]:
     for number, row in enumerate(pl.read_parquet(file).iter_rows(named=True), 1):
-        # Columns of nested values are often JSON text; absent fields of a struct are null.
-        for name in ("messages", "tools"):
-            if isinstance(row.get(name), str):
-                row[name] = json.loads(row[name])
-        yield f"{file} row {number}", {name: _without_nulls(value) for name, value in row.items()}
+        source = f"{file} row {number}"
+        try:
+            # Columns of nested values are often JSON text; absent fields of a struct are null.
+            for name in ("messages", "tools"):
+                if isinstance(row.get(name), str):
+                    row[name] = json.loads(row[name])
+        except ValueError as error:
+            yield source, EpisodeError(f"its {name} are no JSON: {error}")
+            continue
+        yield source, {name: _without_nulls(value) for name, value in row.items()}
 
 
 def _without_nulls(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -53,32 +54,44 @@ class LoggedConversation:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of its id in the log and of what was said; two with the same digest are one conversation."""
-        return _digest(self.log_id, *self._said(len(self.messages)))
+        """SHA-256 of its id in the log, its example and what was said; two with the same digest are one conversation."""
+        return hashlib.sha256(
+            _as_bytes([self.log_id, self.example, [_what_was_said(each) for each in self.messages]])
+        ).hexdigest()
 
     @property
     def prompt_digest(self) -> str:
-        """SHA-256 of what was said before the policy's first message; two answers to the same prompt have the same."""
+        """SHA-256 of tools and what was said before the policy's first message; answers to the same prompt have the same."""
         n = next(at for at, each in enumerate(self.messages) if each.role == "assistant")
-        return _digest(*self._said(n))
+        return hashlib.sha256(
+            _as_bytes([self.tools, [_what_was_said(each) for each in self.messages[:n]]])
+        ).hexdigest()
 
     def turn_digests(self) -> list[str]:
         """Return the SHA-256 of what was said up to each message of the policy; the last is that of the whole conversation."""
-        ends = [at for at, each in enumerate(self.messages, 1) if each.role == "assistant"]
-        return [_digest(*self._said(end)) for end in ends]
+        said, found = hashlib.sha256(), list[str]()
+        for each in self.messages:
+            said.update(_as_bytes(_what_was_said(each)))
+            if each.role == "assistant":
+                found.append(said.copy().hexdigest())
+        return found
 
-    def _said(self, n: int) -> list[object]:
-        return [*self.tools, *(message.as_json() for message in self.messages[:n])]
+
+def _what_was_said(message: Message) -> list[object]:
+    """Return role, text and calls of a message without the ids of calls, which a client may write otherwise."""
+    calls = [(each["function"]["name"], each["function"]["arguments"]) for each in message.tool_calls]
+    return [message.role, message.content, calls]
 
 
-def _digest(*parts: object) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+def _as_bytes(part: object) -> bytes:
+    return json.dumps(part, sort_keys=True).encode()
 
 
 def parse_conversation(line: Mapping[str, Any], source: str) -> LoggedConversation | None:
     """Read a conversation in the form of OpenAI's chat messages; returns None if the policy says nothing in it.
 
-    Messages after the policy's last one are left out: nothing answers them.
+    Messages after the policy's last one are left out: nothing answers them. Reasoning in a separate field is written as the
+    text `<think>...</think>` before what was said.
 
     Args:
         line: `messages`, and where known `tools`, `id`, `model`, `finish_reason`, `started_at` (ISO 8601, or seconds since
@@ -86,11 +99,12 @@ def parse_conversation(line: Mapping[str, Any], source: str) -> LoggedConversati
         source: where the line is.
 
     Raises:
-        EpisodeError: a field is missing or has another type.
+        EpisodeError: a field is missing or has another type, or the conversation cannot be trained on.
     """
     if not isinstance(line.get("messages"), list):
         raise EpisodeError("it has no list `messages`")
-    named = check_request({"messages": line["messages"], "tools": line.get("tools") or []})
+    wires = [_normalize(each) if isinstance(each, Mapping) else each for each in line["messages"]]
+    named = check_request({"messages": wires, "tools": line.get("tools") or []})
     messages = [message_from_wire(_parse_arguments(each)) for each in named["messages"]]
     while messages and messages[-1].role != "assistant":
         messages.pop()
@@ -98,28 +112,53 @@ def parse_conversation(line: Mapping[str, Any], source: str) -> LoggedConversati
         return None
     if messages[0].role == "assistant":
         raise EpisodeError("its first message is the policy's; one needs a prompt")
+    example = {name: value for name, value in line.items() if name not in KNOWN}
     try:
         given = msgspec.convert({name: line.get(name) for name in _Line.__struct_fields__}, _Line)
-    except msgspec.ValidationError as error:
-        raise EpisodeError(str(error)) from error
+        started_at = _as_time(given.started_at)
+        # What cannot be written as JSON in UTF-8, such as half of an emoji, cannot be stored.
+        _as_bytes(example)
+        for each in messages:
+            each.content.encode()
+    except (ValueError, TypeError, OverflowError, OSError, RecursionError) as error:
+        raise EpisodeError(f"{type(error).__name__}: {error}") from error
     return LoggedConversation(
         tuple(messages),
         tuple(named["tools"]),
         log_id="" if given.id is None else str(given.id),
-        example={name: value for name, value in line.items() if name not in KNOWN},
+        example=example,
         model=given.model or "",
         finish_reason=given.finish_reason or "stop",
-        started_at=_as_time(given.started_at),
+        started_at=started_at,
         duration_s=given.duration_s or 0.0,
         source=source,
     )
+
+
+def _normalize(wire: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with its reasoning in its text, and with calls whose ids and arguments are texts, as OpenAI has them."""
+    normal = dict(wire)
+    reasoning = normal.pop("reasoning_content", None) or normal.pop("reasoning", None)
+    if isinstance(reasoning, str) and isinstance(wire.get("content"), str | None):
+        normal["content"] = f"<think>\n{reasoning}\n</think>\n\n{wire.get('content') or ''}"
+    if not isinstance(wire.get("tool_calls"), list):
+        return normal
+    calls = []
+    for call in wire["tool_calls"]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping):
+            arguments = function.get("arguments") or "{}"
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            call = {**call, "id": call.get("id") or "", "function": {**function, "arguments": text}}
+        calls.append(call)
+    return normal | {"tool_calls": calls}
 
 
 def _parse_arguments(wire: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message whose calls have their arguments as objects, which chat templates expect, where they are JSON text."""
     calls = []
     for call in wire.get("tool_calls") or ():
-        arguments = call["function"].get("arguments") or "{}"
+        arguments = call["function"]["arguments"]
         with suppress(ValueError):
             arguments = json.loads(arguments)
         calls.append({**call, "function": {**call["function"], "arguments": arguments}})
@@ -142,31 +181,38 @@ class Kept:
     """
 
     conversations: tuple[LoggedConversation, ...]
-    left_out: Mapping[str, int]
+    left_out: Counter[str]
 
 
 def drop_duplicates(conversations: Sequence[LoggedConversation], stored: frozenset[str]) -> Kept:
-    """Keep each conversation once: not those that are stored, nor those that a longer one of the log begins with.
+    """Keep each conversation once: not those that are stored, and for each that another continues, not that other's beginning.
 
-    A server's log has a line for each request, and each request of a conversation repeats what was said before.
+    A server's log has a line for each request, and each request of a conversation repeats what was said before. Of four answers with
+    the same text to a prompt, one of which was continued, three are kept.
 
     Args:
         conversations: of a log.
         stored: digests of conversations that are imported already.
     """
-    begun = {digest for each in conversations for digest in each.turn_digests()[:-1]}
-    kept: dict[str, LoggedConversation] = {}
-    left_out: dict[str, int] = {}
-    for each in conversations:
-        reason = ""
-        if each.turn_digests()[-1] in begun:
-            reason = "are the beginning of another"
-        elif each.digest in kept:
-            reason = "occur twice"
-        elif each.digest in stored:
-            reason = "are imported already"
-        if reason:
-            left_out[reason] = left_out.get(reason, 0) + 1
+    turns = [each.turn_digests() for each in conversations]
+    left_out: Counter[str] = Counter()
+    continued: Counter[str] = Counter()
+    seen: set[str] = set()
+    kept: list[int] = []
+    # The longest first: what it begins with is known when its beginnings come.
+    for at in sorted(range(len(turns)), key=lambda at: -len(turns[at])):
+        digest = conversations[at].digest
+        if digest in seen:
+            left_out["occur twice"] += 1
+            continue
+        seen.add(digest)
+        if continued[turns[at][-1]]:
+            continued[turns[at][-1]] -= 1
+            left_out["are the beginning of another"] += 1
+            continue
+        continued.update(turns[at][:-1])
+        if digest in stored:
+            left_out["are imported already"] += 1
         else:
-            kept[each.digest] = each
-    return Kept(tuple(kept.values()), left_out)
+            kept.append(at)
+    return Kept(tuple(conversations[at] for at in sorted(kept)), left_out)

@@ -103,7 +103,7 @@ def _messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
             case other:
                 raise EpisodeError(f"a message has a part of type {other}; only text can be trained on")
     if answers:
-        return answers
+        return [*answers, *([{"role": "user", "content": "".join(text)}] if text else [])]
     converted: dict[str, Any] = {"role": str(message.get("role")), "content": "".join(text)}
     return [converted | ({"tool_calls": calls} if calls else {})]
 

@@ -2,12 +2,13 @@
 
 ROLLMILL_REQUEST_LOG=logs vllm serve MODEL --middleware rollmill.tasks.sync.vllm_plugin.request_log.RequestLog
 
-Each answer of /v1/chat/completions, streamed or not, is a line of logs/DATE-PID.jsonl, written when the client has it.
+Each answer of /v1/chat/completions, streamed or not, is a line of a file logs/DATE-*.jsonl of the server, written when the client has it.
 """
 
 import json
 import logging
 import os
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
@@ -22,6 +23,7 @@ from rollmill.tasks.sync.vllm_plugin.server_routes import App, Receive, Scope, S
 FOLDER_ENV = "ROLLMILL_REQUEST_LOG"
 CHAT_PATH = "/v1/chat/completions"
 _LOG = logging.getLogger(__name__)
+REASONING = ("reasoning_content", "reasoning")
 _EVENT = b"data: "
 
 
@@ -37,6 +39,8 @@ class RequestLog:
 
     def __init__(self, app: App) -> None:
         self._app, self._folder = app, Path(os.environ[FOLDER_ENV])
+        # Servers in containers have the same process id, and may write to one folder.
+        self._name = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._folder.mkdir(parents=True, exist_ok=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,7 +70,7 @@ class RequestLog:
             measured = {"started_at": begun.isoformat(), "duration_s": round(duration_s, 6)}
             lines = [json.dumps(each | measured) + "\n" for each in list_chats(asked, answered)]
             # One write a request: lines of concurrent requests do not mix.
-            with (self._folder / f"{begun:%Y-%m-%d}-{os.getpid()}.jsonl").open("a") as file:
+            with (self._folder / f"{begun:%Y-%m-%d}-{self._name}.jsonl").open("a") as file:
                 file.write("".join(lines))
         except (OSError, ValueError, LookupError, TypeError) as error:
             _LOG.warning("a chat is not in %s: %s: %s", self._folder, type(error).__name__, error)
@@ -79,6 +83,8 @@ def list_chats(asked: bytes, answered: bytes) -> Iterator[dict[str, Any]]:
         ValueError: a body has another form than OpenAI's.
     """
     request: Mapping[str, Any] = json.loads(asked)
+    if request.get("continue_final_message"):
+        raise ValueError("the client wrote the beginning of the answer")
     completion = (
         _join_events(answered) if request.get("stream") else ChatCompletion.model_validate_json(answered)
     )
@@ -86,7 +92,11 @@ def list_chats(asked: bytes, answered: bytes) -> Iterator[dict[str, Any]]:
     for choice in completion.choices:
         if not choice.finish_reason:
             raise ValueError("the streamed answer was broken off")
-        said = choice.message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"})
+        # vLLM adds the field of reasoning to OpenAI's message.
+        said = choice.message.model_dump(exclude_none=True)
+        said = {name: said[name] for name in ("role", "content", *REASONING) if said.get(name)}
+        if calls := [each.model_dump(exclude_none=True) for each in choice.message.tool_calls or ()]:
+            said["tool_calls"] = [{name: each[name] for name in ("id", "type", "function")} for each in calls]
         line = {
             "id": f"{completion.id}-{choice.index}" if many else completion.id,
             "model": completion.model,

@@ -142,7 +142,7 @@ def check_request(request: Wire) -> Wire:
     check_form(request, _ChatRequest)
     messages = request["messages"]
     calls = [call for each in messages for call in each.get("tool_calls") or ()]
-    names = {call.get("id"): call["function"]["name"] for call in calls}
+    names = {call["id"]: call["function"]["name"] for call in calls if call.get("id")}
     named = [
         {"name": names[each["tool_call_id"]], **each}
         if each["role"] == "tool" and each.get("tool_call_id") in names
