@@ -97,7 +97,7 @@ async def test_a_request_gets_its_answer_or_the_error_of_user_code_and_prints_go
         assert raised.value.kind == "LookupError"
         assert await ask(worker, b"print") == b"aprint"
         assert worker.log_tail() == "printed"
-    with pytest.raises(WorkerDiedError, match="w ended with signal SIG"):
+    with pytest.raises(WorkerDiedError, match="w ended with"):
         await ask(worker, b"b")
 
 

@@ -216,8 +216,8 @@ def _read_disagreements(run: RunFolder, scorers: tuple[str, str]) -> pl.DataFram
             pl.col("difference").abs().round(ROUNDED_DIGITS),
             "step",
             "group",
-            descending=[True, False, False],
-            maintain_order=True,
+            "trajectory_id",
+            descending=[True, False, False, False],
         )
         .unique(of_group, keep="first", maintain_order=True)
         .drop("status")

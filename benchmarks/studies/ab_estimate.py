@@ -18,7 +18,7 @@ import polars as pl
 
 PRESETS = {"quickstart": "addition", "calculator": "calculator"}
 """The presets, and the scorer of each."""
-OTHERS = ("benchmarks.ab_rewards:brief", "benchmarks.ab_rewards:wordy")
+OTHERS = ("benchmarks.studies.ab_rewards:brief", "benchmarks.studies.ab_rewards:wordy")
 STEPS, N_PROMPTS = 10, 256
 FAR = 0.05
 """About half of the width of a difference's interval with so many prompts."""
