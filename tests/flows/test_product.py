@@ -190,6 +190,8 @@ def open_form(product: Product, entry: str = "") -> None:
     page = product.page
     page.goto(product.environment["PREFECT_API_URL"].removesuffix("/api") + entry)
     page.get_by_text("Deployments", exact=True).first.click()
+    # A page of the list has ten.
+    page.get_by_placeholder(re.compile("^Search deployments")).fill("sorting")
     page.locator("a[href*='/deployment/']", has_text=re.compile(r"^\s*sorting\s*$")).first.click()
     page.get_by_role("button", name="Run", exact=True).click()
     page.get_by_text("Custom run").click()
