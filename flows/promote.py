@@ -12,6 +12,8 @@ from rollmill.flows.evaluate import evaluate
 from rollmill.flows.failure import one_error
 from rollmill.flows.policies.policy_gate import DEFAULT_ALIAS, PolicyGate
 from rollmill.flows.policies.promotion import check_passed, promote_policy, send_webhook
+from rollmill.flows.prefect_integration.flow_run import current_flow_run
+from rollmill.flows.prefect_integration.links import flow_run_page
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.tasks.look.tables.gate_table import describe_gate
 from rollmill.tasks.store.promotion.gate_record import GateRecord, write_gate
@@ -106,6 +108,7 @@ async def ask_and_promote(record: GateRecord, alias: str, webhook: str) -> str:
         GateError: the alias was moved while the person was asked.
     """
     form = Approval.with_initial_data(description="\n\n".join(describe_gate(record)))
+    say(f"paused until somebody approves it (Resume) at {flow_run_page(current_flow_run().id)}")
     answer = await apause_flow_run(wait_for_input=form, timeout=APPROVAL_TIMEOUT_S, key="approval")
     if answer.approve:
         return await move_alias(record, alias, answer.approved_by, answer.note, webhook)

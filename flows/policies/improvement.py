@@ -85,16 +85,14 @@ class Improvement:
         return f"{self.name}-{number}"
 
     def training_config(self, cycle: Cycle) -> RunConfig:
-        """Return the settings under which a cycle trains: from the policy in production, on what it imported.
+        """Return the settings under which a cycle trains its imported steps, from the policy in production.
 
         The trainer computes the log-probabilities that the logs lack, and the policy is exported at the end. The gate evaluates it, so
         training needs no servers. A cycle that has begun keeps its start model and its rows, also if the alias was moved since.
         """
         config, folder = self.config, run_folder(cycle.run_name, self.config)
-        terms, where = (
-            resolve_terms(config.score),
-            f"step >= {cycle.first_step} and step < {cycle.number}",
-        )
+        terms = resolve_terms(config.score)
+        where = f"step >= {cycle.first_step} and step < {cycle.number}"
         if config.retrain.where:
             where += f" and ({config.retrain.where}\n)"
         changed = {
@@ -126,10 +124,9 @@ class Improvement:
 
     def is_decided(self, cycle: Cycle) -> bool:
         """Return True if the policy of a cycle was in production once, or may not replace the one that is there now."""
-        policy = RunFolder(self.policy(cycle))
         if not is_finished(run_folder(cycle.run_name, self.config)):
             return False
-        digest = read_lineage(policy).digest
+        digest = read_lineage(RunFolder(self.policy(cycle))).digest
         promoted = [record.digest for _, record in self.alias.history()]
         gate = read_gate(self.alias.root, digest, promoted[0] if promoted else "")
         if gate is None or gate.passed:

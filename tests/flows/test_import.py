@@ -3,11 +3,17 @@
 import os
 import signal
 import time
-from typing import Any
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from logged_sums import N_ANSWERS, said, write_log
 
+from rollmill.flows.offline.log_import import LogImport
+from rollmill.flows.run.live_run import Run
+from rollmill.tasks.errors import StoreError
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import read
 from rollmill.tasks.store.run.manifest import read_manifest
@@ -61,3 +67,16 @@ def test_a_broken_log_is_one_line_and_makes_no_run(workplace: Any) -> None:
     assert "making the start model" not in refused.stdout
     assert "Traceback" not in refused.stdout
     assert not (workplace.folder / "runs" / "logs").exists()
+
+
+async def test_what_another_import_stored_meanwhile_is_not_stored_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    shard = tmp_path / "rollouts" / "step=000000" / "a.arrow"
+    shard.parent.mkdir(parents=True)
+    shard.touch()
+    run = SimpleNamespace(
+        folder=folder, store=SimpleNamespace(writer=None), environments=[SimpleNamespace(name="")]
+    )
+    with pytest.raises(StoreError, match="another import has added steps"):
+        await LogImport((), 0, 8, Counter()).store(cast(Run, run))
+    await LogImport((), 1, 8, Counter()).store(cast(Run, run))

@@ -99,6 +99,7 @@ def test_the_alias_moves_when_a_person_approves_it(
         assert done.json()["status"] == "ACCEPT", done.text
         said, _ = process.communicate(timeout=LONGEST_S)
     assert process.returncode == 0, said
+    assert f"/runs/flow-run/{run}" in said
     assert Path("policies/production").resolve() == (second if approve else first).local
     current = PolicyAlias("policies/production").current()
     assert current is not None
