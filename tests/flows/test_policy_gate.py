@@ -275,7 +275,13 @@ def promote_and_die(policy: str, location: str, n_operations: int) -> None:
 
 def run_in_fork(call: Callable[..., None], *arguments: object, killed_after_s: float | None = None) -> int:
     """Call a function in a forked process; returns its exit code, -9 if it was killed."""
-    process = multiprocessing.get_context("fork").Process(target=call, args=arguments)
+
+    def call_and_exit() -> None:
+        call(*arguments)
+        # Without what other tests registered for the end of their process, which fails in a forked one.
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=call_and_exit)
     process.start()
     if killed_after_s is not None:
         time.sleep(killed_after_s)
