@@ -39,6 +39,7 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ git \
     && rm -rf /var/lib/apt/lists/*
 COPY rollmill rollmill
+COPY conf conf
 COPY flows flows
 COPY tasks tasks
 
@@ -50,7 +51,7 @@ ARG TORCH_BACKEND=cu130
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends bubblewrap \
     && rm -rf /var/lib/apt/lists/*
-RUN uv pip install --torch-backend "$TORCH_BACKEND" --constraint constraints.txt '.[cluster]'
+RUN uv pip install --torch-backend "$TORCH_BACKEND" --constraint constraints.txt '.[trainer,s3,cluster]'
 # What `python -m` runs does not search the working directory first: its files shadow no module.
 ENV PYTHONSAFEPATH=1
 WORKDIR /rollmill/workplace

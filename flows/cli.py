@@ -64,7 +64,7 @@ def run_command() -> None:
     """Run the command; an expected error prints one message and exits with status 1, or 2 for a wrong setting.
 
     Modules that settings name by import path are found in the working folder too. Characters that the terminal's encoding
-    lacks are printed as escapes.
+    lacks are printed as escapes. A library that is not installed is reported with the extra that installs it.
     """
     # Last on the path, so that a file of the user never shadows a module of the standard library or ours.
     append_user_path()
@@ -83,6 +83,14 @@ def run_command() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         file = f": {show_value(error.filename)}" if error.filename else ""
         typer.echo(f"rollmill: {error.strerror or str(error) or type(error).__name__}{file}", err=True)
+        sys.exit(1)
+    except ModuleNotFoundError as error:
+        from rollmill.flows.commands.missing_extra import find_extra
+
+        extra = find_extra(error.name or "")
+        if not extra:
+            raise
+        typer.echo(f"rollmill: this needs {error.name}: pip install 'rollmill[{extra}]'", err=True)
         sys.exit(1)
     except RollmillError as error:
         from rollmill.tasks.look.tables.view import escape_controls

@@ -1,4 +1,7 @@
-"""Settings by name: what the YAML files in conf/ say, several of them joined."""
+"""Settings by name: what the YAML files in conf/ say, several of them joined.
+
+A preset of the working folder is used before one of the same name that comes with Rollmill.
+"""
 
 import re
 from collections import Counter
@@ -12,6 +15,9 @@ from rollmill.tasks.errors import ConfigError
 
 PRESETS = Path("conf")
 ALGORITHMS = PRESETS / "algorithms"
+BUILT_IN = Path(__file__).parents[1] / "conf"
+"""Folder of the presets that come with Rollmill."""
+_ALGORITHM_FOLDERS = (ALGORITHMS, BUILT_IN / "algorithms")
 _SUFFIXES = (".yaml", ".yml")
 
 
@@ -127,7 +133,7 @@ def preset_task(preset: str) -> str:
 
 def are_algorithms(preset: str) -> bool:
     """Return True if all parts of a preset are names in conf/algorithms/, so that no part sets a task."""
-    return all(_find_preset(part).parent == ALGORITHMS for part in _split(preset))
+    return all(_find_preset(part).parent in _ALGORITHM_FOLDERS for part in _split(preset))
 
 
 def _split(preset: str) -> list[str]:
@@ -154,14 +160,14 @@ def _find_preset(part: str) -> Path:
     if part.endswith(_SUFFIXES):
         paths = [Path(part)]
     else:
-        paths = [folder / f"{part}.yaml" for folder in (PRESETS, ALGORITHMS)]
+        paths = [folder / f"{part}.yaml" for folder in (PRESETS, *_ALGORITHM_FOLDERS, BUILT_IN)]
     for path in paths:
         if path.is_file():
             return path
-    names = _names(PRESETS) or f"none in {PRESETS.absolute()}"
-    algorithms = f"; algorithms to add to a preset with +: {_names(ALGORITHMS)}" if _names(ALGORITHMS) else ""
-    raise ConfigError("preset", part, f"there is no file {paths[0]}; presets are: {names}{algorithms}")
+    presets, algorithms = _names(PRESETS, BUILT_IN), _names(*_ALGORITHM_FOLDERS)
+    remedy = f"there is no file {paths[0]}; presets are: {presets}; algorithms to add to a preset with +: {algorithms}"
+    raise ConfigError("preset", part, remedy)
 
 
-def _names(folder: Path) -> str:
-    return ", ".join(sorted(each.stem for each in folder.glob("*.yaml")))
+def _names(*folders: Path) -> str:
+    return ", ".join(sorted({each.stem for folder in folders for each in folder.glob("*.yaml")}))

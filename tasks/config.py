@@ -5,6 +5,7 @@ import importlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -273,3 +274,14 @@ def guard_named(field: str, name: str, registered: Mapping[str, str]) -> Iterato
         names, why = ", ".join(sorted(registered)), f"{type(error).__name__}: {error_text(error)}"
         remedy = f"give a registered name ({names}) or an import path package.module:Class ({why}){suggest(name, registered)}"
         raise ConfigError(field, name, remedy) from error
+
+
+def check_extra(field: str, value: object, module: str, extra: str) -> None:
+    """Raise ConfigError with the command that installs the extra if the library `module` is missing."""
+    try:
+        is_there = find_spec(module) is not None
+    except ModuleNotFoundError:
+        # Not even its parent package is installed.
+        is_there = False
+    if not is_there:
+        raise ConfigError(field, value, f"needs {module}: pip install 'rollmill[{extra}]'")

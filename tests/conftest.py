@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import subprocess
 import sys
 import time
 import uuid
@@ -53,6 +54,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marks = {mark.name for mark in item.iter_markers()}
         expected_s[item.path] += 30.0 if "service" in marks else 5.0 if "slow" in marks else 0.05
     items.sort(key=lambda item: expected_s[item.path], reverse=True)
+
+
+ROOT = Path(__file__).parents[1]
+DISTRIBUTIONS_ENV = "ROLLMILL_DISTRIBUTIONS"
+"""Folder with a wheel and a source distribution to test, as `make release` gives it; unset: they are built."""
+
+
+@pytest.fixture(scope="session")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The file of the wheel and that of the source distribution of this checkout."""
+    folder = Path(os.environ.get(DISTRIBUTIONS_ENV, tmp_path_factory.mktemp("distributions")))
+    if DISTRIBUTIONS_ENV not in os.environ:
+        command = [Path(sys.executable).parent / "uv", "build", "--quiet", "--out-dir", folder, ROOT]
+        subprocess.run(command, check=True)
+    return {"wheel": next(folder.glob("*.whl")), "sdist": next(folder.glob("*.tar.gz"))}
 
 
 VOCABULARY = 57

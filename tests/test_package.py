@@ -1,7 +1,6 @@
 """What `pip install rollmill` brings: types, a licence, a version, and no other top-level package."""
 
-import subprocess
-import sys
+import tarfile
 import zipfile
 from email.parser import Parser
 from importlib.metadata import version
@@ -16,12 +15,9 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+def wheel(distributions: dict[str, Path]) -> zipfile.ZipFile:
     """The wheel of this checkout."""
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), "."]
-    subprocess.run(command, cwd=ROOT, check=True)
-    return zipfile.ZipFile(next(folder.glob("*.whl")))
+    return zipfile.ZipFile(distributions["wheel"])
 
 
 def test_the_command_prints_its_version() -> None:
@@ -46,3 +42,14 @@ def test_the_wheel_has_its_licence_and_its_authors(wheel: zipfile.ZipFile) -> No
     licence = wheel.read(path.replace("METADATA", "licenses/LICENSE")).decode()
     assert "Apache License" in licence
     assert "END OF TERMS AND CONDITIONS" in licence
+
+
+@pytest.mark.slow
+def test_the_source_distribution_has_what_the_wheel_is_made_of(
+    wheel: zipfile.ZipFile, distributions: dict[str, Path]
+) -> None:
+    with tarfile.open(distributions["sdist"]) as archive:
+        files = {name.partition("/")[2] for name in archive.getnames()}
+    modules = {name.removeprefix("rollmill/") for name in wheel.namelist() if name.endswith(".py")}
+    assert {name for name in modules if name != "__init__.py"} <= files
+    assert {"pyproject.toml", "LICENSE", "README.md"} <= files

@@ -102,11 +102,11 @@ def check_sandboxes() -> CheckResult:
 
 def _check_python() -> str:
     version = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info[:2] != (3, 11):
-        raise ConfigError("Python", version, "install Python 3.11")
+    if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+        raise ConfigError("Python", version, "install Python 3.11, 3.12 or 3.13")
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.is_file():
-        remedy = "its headers are missing, with which DeepSpeed builds an extension (Debian: apt install python3.11-dev)"
+        remedy = "its headers are missing, with which DeepSpeed builds an extension (Debian: apt install python3-dev)"
         raise ConfigError("Python", version, remedy)
     return version
 
@@ -142,7 +142,7 @@ def _check_port() -> str:
 def _check_package(name: str) -> str:
     version = importlib.metadata.version(name)
     required = map(Requirement, importlib.metadata.requires("rollmill") or ())
-    needed = next((each.specifier for each in required if each.name == name and not each.marker), None)
+    needed = next((each.specifier for each in required if each.name == name), None)
     if needed is not None and not needed.contains(version, prereleases=True):
         raise ConfigError(name, version, f"rollmill needs {needed}: `make setup` installs it")
     return version

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from rollmill.flows.config import RunConfig
+from rollmill.tasks.config import check_extra
 from rollmill.tasks.errors import MAX_VALUE_CHARACTERS, ConfigError
 from rollmill.tasks.serve.vllm_launch import check_guarded, check_python, is_cpu_build
 from rollmill.tasks.store.folders import S3_SCHEME, SCRATCH_ENV, RunFolder
@@ -54,7 +55,8 @@ def check_vllm(config: RunConfig) -> None:
 
 
 def check_trainer() -> None:
-    """Check what launching a trainer needs, a C++ compiler; ConfigError says how to get one."""
+    """Check what launching a trainer needs, its libraries and a C++ compiler; ConfigError says how to get what is missing."""
+    check_extra("trainer", "", "deepspeed", "trainer")
     # DeepSpeed's build takes CXX, then c++ or g++.
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None and shutil.which("g++") is None:

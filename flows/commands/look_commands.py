@@ -174,14 +174,9 @@ def view(
     """Open a local web page of a run: curves, tables, trajectories by token, comparisons of scorers or policies."""
     from rollmill.flows.recipe import run_tokenizer
     from rollmill.flows.run.folder import find_run
+    from rollmill.tasks.look.web.app import serve_viewer
 
-    folder = find_run(run)
-    try:
-        from rollmill.tasks.look.web.app import serve_viewer
-    except ModuleNotFoundError as error:
-        remedy = f"the viewer needs {error.name}: pip install 'rollmill[viewer]'"
-        raise ConfigError("view", folder.location, remedy) from error
-    serve_viewer(folder, run_tokenizer, port, refresh_s, opens_browser=browser)
+    serve_viewer(find_run(run), run_tokenizer, port, refresh_s, opens_browser=browser)
 
 
 @commands.command(rich_help_panel=PANEL)

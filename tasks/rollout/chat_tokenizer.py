@@ -43,14 +43,14 @@ class ChatTokenizer:
 
     def __init__(
         self,
-        tokenizer: "PreTrainedTokenizerFast",
+        tokenizer: Tokenizer,
         eos_ids: frozenset[int],
+        chat: "PreTrainedTokenizerFast | None" = None,
         template_name: str = "",
         arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self._chat, self._template_name, self._arguments = tokenizer, template_name, arguments
-        self._tokenizer: Tokenizer = tokenizer.backend_tokenizer
-        self.eos_ids = eos_ids
+        self._tokenizer, self.eos_ids = tokenizer, eos_ids
+        self._chat, self._template_name, self._arguments = chat, template_name, arguments
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = eos_ids | {each for each, token in added.items() if token.special}
         self._end_texts = [text for each in sorted(eos_ids) if (text := self._tokenizer.id_to_token(each))]
@@ -71,25 +71,31 @@ class ChatTokenizer:
         if chat_template:
             tokenizer.chat_template = read_chat_template(chat_template)
         arguments = json.loads(chat_template_kwargs or "{}")
-        loaded = cls(tokenizer, _eos_ids(model, tokenizer.eos_token_id), chat_template, arguments)
+        eos_ids = _eos_ids(model, tokenizer.eos_token_id)
+        loaded = cls(tokenizer.backend_tokenizer, eos_ids, tokenizer, chat_template, arguments)
         loaded._check_syntax(model)
         return loaded
 
     @classmethod
     def load_texts(cls, model: Path) -> Self:
-        """Read the tokenizer of a model folder for the texts of tokens; its chat template may be broken.
+        """Read the tokenizer of a model folder for the texts of tokens, without its chat template and end-of-sequence ids.
+
+        The library transformers is not needed.
 
         Raises:
             ConfigError: the folder has no fast tokenizer, or a broken one.
         """
-        tokenizer = _read_tokenizer(model)
-        tokenizer.chat_template = None
-        return cls(tokenizer, _eos_ids(model, tokenizer.eos_token_id))
+        file = _find_tokenizer(model)
+        try:
+            return cls(Tokenizer.from_file(str(file)), frozenset())
+        except Exception as error:
+            # Tokenizers raises bare Exception for a broken file.
+            raise _broken_tokenizer(model, error) from error
 
     @property
     def has_template(self) -> bool:
         """True if a chat template formats conversations; False if their texts are concatenated."""
-        return bool(self._chat.chat_template)
+        return self._chat is not None and bool(self._chat.chat_template)
 
     def encode(self, messages: Sequence[Message], tools: Tools = ()) -> np.ndarray:
         """Return [T] int32 token ids of a conversation, up to where the policy's next message begins.
@@ -297,7 +303,7 @@ class ChatTokenizer:
 
     def _render(self, messages: Sequence[Message], tools: Tools, *, opens_turn: bool = True) -> str:
         """Return the text of a conversation and, with `opens_turn`, the header of the policy's next message."""
-        if not self.has_template:
+        if self._chat is None or not self._chat.chat_template:
             return "".join(message.content for message in messages)
         turns: list[Any] = [message.as_json() for message in messages]
         offered: list[Any] | None = [dict(tool) for tool in tools] or None
@@ -312,10 +318,20 @@ class ChatTokenizer:
         return str(text)
 
 
-def _read_tokenizer(model: Path) -> "PreTrainedTokenizerFast":
-    if not (model / "tokenizer.json").is_file():
+def _find_tokenizer(model: Path) -> Path:
+    file = model / "tokenizer.json"
+    if not file.is_file():
         remedy = "not a model folder with a fast tokenizer (tokenizer.json is missing)"
         raise ConfigError("model", str(model), remedy)
+    return file
+
+
+def _broken_tokenizer(model: Path, error: Exception) -> ConfigError:
+    return ConfigError("model", str(model), f"not a model folder with a fast tokenizer ({error})")
+
+
+def _read_tokenizer(model: Path) -> "PreTrainedTokenizerFast":
+    _find_tokenizer(model)
     # The import takes a second, and commands that load no tokenizer import this module too. This class, unlike
     # AutoTokenizer, does not import torch.
     from transformers import PreTrainedTokenizerFast
@@ -326,9 +342,7 @@ def _read_tokenizer(model: Path) -> "PreTrainedTokenizerFast":
         )
     except Exception as error:
         # Tokenizers raises bare Exception for a broken file.
-        raise ConfigError(
-            "model", str(model), f"not a model folder with a fast tokenizer ({error})"
-        ) from error
+        raise _broken_tokenizer(model, error) from error
     return tokenizer
 
 

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
+from rollmill.tasks.config import check_extra
 from rollmill.tasks.errors import ShardError, ShardGoneError, StoreError
 from rollmill.tasks.store.folders import RunFolder
 
@@ -74,6 +75,7 @@ def open_files(folder: RunFolder, check: Callable[[], None] = lambda: None) -> F
     """
     if folder.is_local:
         return LocalFiles(folder.local, folder.tmp)
+    check_extra("run", folder.location, "s3fs", "s3")
     # s3fs and botocore take a second to import, and only runs on S3 need them.
     from rollmill.tasks.store.s3.s3_files import S3Files
 

@@ -85,8 +85,9 @@ def test_the_workers_extra_and_the_vllm_versions_are_those_of_the_project() -> N
         target: " ".join(rest for word, rest in stage if word == "RUN")
         for target, stage in dockerfile().items()
     }
-    assert "cluster" in re.findall(r"'\.\[(\w+)\]'", runs["worker"])
-    assert "cluster" in project
+    (extras,) = re.findall(r"'\.\[([\w,]+)\]'", runs["worker"])
+    assert set(extras.split(",")) == {"trainer", "s3", "cluster"}
+    assert set(extras.split(",")) <= project.keys()
     for kind in ("vllm-cpu", "vllm-cuda"):
         line = re.search(rf'^{kind} = \["(.*)"\]$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
         assert line is not None

@@ -44,6 +44,17 @@ def test_of_a_setting_that_two_presets_have_the_later_ones_counts(tmp_path: Path
     assert preset_name(f"quickstart+{mine}+cispo") == "quickstart-mine-cispo"
 
 
+def test_presets_of_rollmill_are_found_in_any_folder_and_ones_own_before_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = load("quickstart+dapo")
+    monkeypatch.chdir(tmp_path)
+    assert load("quickstart+dapo") == here
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "quickstart.yaml").write_text("{steps: 7, model: mine}")
+    assert load("quickstart").steps == 7
+
+
 @pytest.mark.parametrize(
     "preset", ["quickstart+quickstart", "quickstart+grpo+grpo", "quickstart+conf/quickstart.yaml"]
 )

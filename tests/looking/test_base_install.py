@@ -1,0 +1,114 @@
+"""What `pip install rollmill` brings without extras looks at stored runs, and names the extra that anything else needs."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rollmill.tasks.store.folders import RunFolder
+
+DISTRIBUTIONS_ENV = "ROLLMILL_DISTRIBUTIONS"
+ROOT = Path(__file__).parents[2]
+UV = Path(sys.executable).parent / "uv"
+LARGEST_BASE_BYTES = 700_000_000
+"""Of the environment's files, without what Python compiles."""
+
+pytestmark = pytest.mark.slow
+Installed = Callable[..., subprocess.CompletedProcess[str]]
+
+
+# `make release` tests both of what it has built.
+@pytest.fixture(scope="module", params=["wheel", "sdist"] if DISTRIBUTIONS_ENV in os.environ else ["wheel"])
+def base(
+    request: pytest.FixtureRequest,
+    distributions: dict[str, Path],
+    small_run: RunFolder,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Installed:
+    """Run a command of an environment that has the base alone, in the folder that holds runs/."""
+    environment = tmp_path_factory.mktemp("base") / "environment"
+    subprocess.run([UV, "venv", "--quiet", "--python", sys.executable, environment], check=True)
+    constraints = ["--constraint", ROOT / "constraints.txt"]
+    subprocess.run(
+        [
+            UV,
+            "pip",
+            "install",
+            "--quiet",
+            "--python",
+            environment,
+            *constraints,
+            distributions[request.param],
+        ],
+        check=True,
+    )
+
+    def run(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [environment / "bin" / program, *words],
+            cwd=small_run.local.parent.parent,
+            env={"PATH": os.environ["PATH"], "COLUMNS": "200"},
+            capture_output=True,
+            check=False,
+            text=True,
+        )
+
+    return run
+
+
+def test_the_base_looks_at_a_stored_run(base: Installed, tmp_path: Path) -> None:
+    for words, expected in (
+        (["inspect", "small"], "3 steps trained"),
+        (["show", "small", "0.1", "--tokens"], "position"),
+        (["sql", "small", "select count(*) as n from trajectories"], "48"),
+        (["export", "small", "--to", "parquet", "--output", str(tmp_path / "parquet")], "rollouts.parquet"),
+        (["verify", "small"], "small"),
+        (["history"], "none yet"),
+    ):
+        done = base("rollmill", *words)
+        assert not done.stderr
+        assert expected in done.stdout, words
+
+
+def test_the_base_reads_the_texts_of_tokens(base: Installed) -> None:
+    shown = json.loads(base("rollmill", "show", "small", "0.1", "--tokens", "--json").stdout)
+    assert "".join(each["text"] for each in shown["tokens"]).endswith("<eos>")
+
+
+def test_the_base_has_the_viewer(base: Installed) -> None:
+    done = base("python", "-c", "from rollmill.tasks.look.web.app import serve_viewer")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "extra"),
+    [
+        (["up"], "flow"),
+        (["doctor"], "flow"),
+        (["rescore", "small", "--scorer", "exact"], "flow"),
+        (["plot", "small"], "plot"),
+        (["inspect", "s3://bucket/run"], "s3"),
+        (["publish", "small", "--to", "delta:tables"], "publish"),
+        (["spans", "small", "--otlp", "http://127.0.0.1:1"], "otel"),
+    ],
+)
+def test_a_command_that_needs_an_extra_names_it_in_one_line(
+    base: Installed, words: list[str], extra: str
+) -> None:
+    done = base("rollmill", *words)
+    assert done.returncode in (1, 2)
+    assert done.stderr.count("\n") == 1
+    assert f"pip install 'rollmill[{extra}]'" in done.stderr
+
+
+def test_the_base_has_no_large_library_that_it_does_not_need(base: Installed) -> None:
+    script = "import sysconfig, pathlib; files = pathlib.Path(sysconfig.get_path('purelib'))\n"
+    script += "print(sum(each.lstat().st_size for each in files.rglob('*') if each.is_file()))\n"
+    script += "print(*sorted(each.name for each in files.iterdir()))"
+    n_bytes, names = base("python", "-c", script).stdout.splitlines()
+    assert not {"torch", "prefect", "transformers", "botocore", "matplotlib"} & set(names.split())
+    assert int(n_bytes) < LARGEST_BASE_BYTES
