@@ -51,7 +51,9 @@ def test_presets_of_rollmill_are_found_in_any_folder_and_ones_own_before_them(
     monkeypatch.chdir(tmp_path)
     assert load("quickstart+dapo") == here
     (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "quickstart.yaml").write_text("{steps: 7, model: mine}")
+    (tmp_path / "conf" / "quickstart.yaml").write_text(
+        "{steps: 7, model: mine, rollout: {environment: addition}, score: {scorer: exact}}"
+    )
     assert load("quickstart").steps == 7
 
 
