@@ -70,7 +70,9 @@ async def attribute(run: str, step: int, n_traffic: int = 0, with_trainer: bool 
 def _isolate_config(config: RunConfig, root: Path) -> RunConfig:
     """Return the settings with `root` as store.root, no TensorBoard, MLflow or OTLP output, and a launched trainer."""
     store = config.store.model_copy(update={"root": str(root)})
-    observe = config.observe.model_copy(update={"tensorboard": False, "mlflow_uri": "", "otlp_endpoint": ""})
+    observe = config.observe.model_copy(
+        update={"tensorboard": False, "mlflow_uri": "", "wandb": False, "otlp_endpoint": ""}
+    )
     return use_own_trainer(config).model_copy(update={"store": store, "observe": observe})
 
 

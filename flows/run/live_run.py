@@ -57,7 +57,7 @@ class TrainingRun:
         recording: how far Prefect is behind with task runs.
         progress: the bar on the terminal.
         artifacts: the run's pages in Prefect's UI.
-        sinks: TensorBoard and MLflow; None without either.
+        sinks: TensorBoard, MLflow and Weights & Biases; None without any.
         vitals: event loop lag and memory, by step.
         reference: servers of the reference policy; None without train.kl.reference: deployment.
     """

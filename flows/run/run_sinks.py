@@ -1,4 +1,4 @@
-"""A run's metrics and spans on their way to TensorBoard, MLflow and an OpenTelemetry receiver."""
+"""A run's metrics and spans on their way to TensorBoard, MLflow, Weights & Biases and an OpenTelemetry receiver."""
 
 import asyncio
 import math
@@ -65,18 +65,18 @@ async def open_span_sink(
         yield
 
 
-# Folder of TensorBoard's files in a run's folder; for a run on S3, in its local folder.
-TENSORBOARD = "tensorboard"
+# Folders of their files in a run's folder; for a run on S3, in its local folder.
+TENSORBOARD, WANDB = "tensorboard", "wandb"
 
 
 @asynccontextmanager
 async def open_sinks(config: RunConfig, folder: RunFolder, run: str) -> AsyncIterator[SinkClient | None]:
-    """Start TensorBoard and MLflow as configured; send them all stored metrics that they lack, and yield them for new ones.
+    """Start the configured sinks of metrics; send them all stored metrics that they lack, and yield them for new ones.
 
     Yields None if none is configured.
     """
     observe = config.observe
-    if not observe.tensorboard and not observe.mlflow_uri:
+    if not (observe.tensorboard or observe.mlflow_uri or observe.wandb):
         yield None
         return
     files = str(folder.local / TENSORBOARD) if observe.tensorboard else ""
@@ -86,6 +86,7 @@ async def open_sinks(config: RunConfig, folder: RunFolder, run: str) -> AsyncIte
         tensorboard=files,
         mlflow_uri=observe.mlflow_uri,
         experiment=os.environ.get(EXPERIMENT_ENV, "rollmill"),
+        wandb=str(folder.local / WANDB) if observe.wandb else "",
         timeout_s=TIMEOUT_S,
     )
     if files:

@@ -70,7 +70,7 @@ async def evaluate_version(run: Run, version: int, after: Sequence[object] = ())
 
 
 async def finish_evaluation(run: Run, version: int, after: Sequence[object] = ()) -> None:
-    """Sample and score a version's held-out trajectories that are not stored; send mean rewards to TensorBoard and MLflow.
+    """Sample and score a version's held-out trajectories that are not stored; send mean rewards to the sinks.
 
     Args:
         run: the run.

@@ -35,6 +35,11 @@ class ObserveConfig(StageConfig):
         "MLflow tracking server that gets the metrics too (pip install 'rollmill[mlflow]'); empty: none. The environment variable "
         "MLFLOW_EXPERIMENT_NAME names the experiment; unset: rollmill.",
     )
+    wandb: bool = setting(
+        False,
+        "Send the metrics to Weights & Biases too (pip install 'rollmill[wandb]'). Its own environment variables apply: WANDB_API_KEY, "
+        "WANDB_PROJECT (unset: rollmill), WANDB_MODE=offline, ...",
+    )
     otlp_endpoint: str = setting(
         "",
         "OpenTelemetry receiver, such as http://127.0.0.1:4318, that gets each step's spans too, by OTLP over HTTP "

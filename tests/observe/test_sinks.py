@@ -1,6 +1,7 @@
-"""TensorBoard and MLflow get a run's metrics, each step once, and never stop or delay it."""
+"""TensorBoard, MLflow and Weights & Biases get a run's metrics, each step once, and never stop or delay it."""
 
 import asyncio
+import json
 import math
 import sys
 from collections import Counter
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient  # here: later tests put another module mlflow first on the path
 from tensorboardX.proto.event_pb2 import Event
+from wandb.proto.wandb_internal_pb2 import Record
 
 from rollmill.tasks.observe.metrics import Metric, Stat
 from rollmill.tasks.observe.sinks.metric_sinks import (
@@ -24,6 +26,10 @@ from rollmill.tasks.observe.sinks.metric_sinks import (
 )
 from rollmill.tasks.observe.sinks.sink_client import SinkClient
 from rollmill.tasks.observe.sinks.sink_process import Feed, MlflowSink
+from rollmill.tasks.observe.sinks.wandb_sink import WandbSink
+
+BLOCK, FULL, LAST = 32768, 1, 4
+"""Of LevelDB's log: bytes of a block, and the kinds of a whole record and of a record's last part."""
 
 
 def step(number: int, **values: float) -> Point:
@@ -92,6 +98,53 @@ def test_mlflow_resumes_the_run_of_the_same_id_stores_no_step_twice_and_has_its_
     for name, value in (("train/updated", 1.0), ("loss", 0.5), ("evaluation/reward", 0.25)):
         history = client.get_metric_history(run.info.run_id, name)
         assert [(each.step, each.value) for each in history] == [(0, value), (1, value)]
+
+
+def logged_in(folder: Path) -> list[Record]:
+    """Records of the offline runs in a folder, as their format has them: LevelDB's log behind 7 bytes."""
+    records = []
+    for path in sorted(folder.glob("*/wandb/offline-run-*/*.wandb")):
+        data, at, whole = path.read_bytes(), 7, b""
+        while at + 7 <= len(data):
+            if left := -at % BLOCK if -at % BLOCK < 7 else 0:
+                at += left
+                continue
+            length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+            whole += data[at + 7 : at + 7 + length]
+            at += 7 + length
+            if kind in (FULL, LAST):
+                records.append(Record.FromString(whole))
+                whole = b""
+    return records
+
+
+@pytest.mark.slow
+def test_wandb_resumes_the_run_of_the_same_id_and_stores_no_step_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    settings = SinkSettings("ab", "small", wandb=str(tmp_path))
+    ends: tuple[tuple[int, RunEnd], ...] = ((1, "killed"), (2, "finished"))
+    for n_steps, how in ends:
+        # The library names a run's folder by the second.
+        monkeypatch.setenv("WANDB_DIR", str(tmp_path / str(n_steps)))
+        sink = WandbSink(settings)
+        for number in range(n_steps):
+            for point in (step(number, loss=0.5), Point(EVALUATION, number, {"evaluation/reward": 0.25})):
+                if not sink.has(point.marker, point.step):
+                    sink.write(point)
+        sink.end(how)
+    records = logged_in(tmp_path)
+    runs = [record.run for record in records if record.HasField("run")]
+    assert {(each.run_id, each.display_name, each.project) for each in runs} == {("ab", "small", "rollmill")}
+    rows = [
+        {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.HasField("history")
+    ]
+    for name, value in (("train/updated", 1.0), ("loss", 0.5), ("evaluation/reward", 0.25)):
+        assert [(row["step"], row[name]) for row in rows if name in row] == [(0, value), (1, value)]
+    assert [each.exit.exit_code for each in records if each.HasField("exit")] == [130, 0]
 
 
 @pytest.mark.parametrize(

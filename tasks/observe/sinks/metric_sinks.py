@@ -45,7 +45,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class SinkSettings:
-    """Where a run's metrics and spans are written: TensorBoard, MLflow, OpenTelemetry.
+    """Where a run's metrics and spans are written: TensorBoard, MLflow, Weights & Biases, OpenTelemetry.
 
     Attributes:
         run: random id of the run.
@@ -53,6 +53,7 @@ class SinkSettings:
         tensorboard: folder for TensorBoard's files; empty: none.
         mlflow_uri: tracking server; empty: none.
         experiment: name of the MLflow experiment.
+        wandb: folder for the files of Weights & Biases; empty: none.
         folder: folder of the run, for sinks that read what is stored.
         otlp: receiver of OpenTelemetry's spans; empty: none.
         timeout_s: seconds that the remaining writes may take when the run is over.
@@ -63,6 +64,7 @@ class SinkSettings:
     tensorboard: str = ""
     mlflow_uri: str = ""
     experiment: str = ""
+    wandb: str = ""
     folder: str = ""
     otlp: str = ""
     timeout_s: float = 20.0

@@ -12,6 +12,7 @@ def check_sinks(config: ObserveConfig) -> None:
     for field, value, module, extra in (
         ("observe.tensorboard", config.tensorboard, "tensorboardX", "tensorboard"),
         ("observe.mlflow_uri", config.mlflow_uri, "mlflow", "mlflow"),
+        ("observe.wandb", config.wandb, "wandb", "wandb"),
     ):
         if value:
             check_extra(field, value, module, extra)
