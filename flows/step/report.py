@@ -1,14 +1,12 @@
-"""The report of a step: what it lost and why, metrics in the data set, a line on the terminal, artifacts; and a run's summary."""
+"""The report of a step: what it lost and why, metrics in the data set, a line on the terminal, artifacts."""
 
 import asyncio
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import polars as pl
 from prefect.runtime import flow_run
-from rich.console import Console
-from rich.table import Table
 
 from rollmill.flows.prefect_integration.links import flow_run_page
 from rollmill.flows.prefect_integration.private_prefect import release_finished_tasks
@@ -17,52 +15,17 @@ from rollmill.flows.run.live_run import Run, TrainingRun
 from rollmill.flows.run.run_environment import scoring_metrics
 from rollmill.flows.step.lost_trajectories import StoredStepRows, drop_line, drop_metrics, find_drops
 from rollmill.flows.step.step_collection import CollectedStep
-from rollmill.tasks.look.tables.run_tables import format_with_interval, list_held_out
 from rollmill.tasks.look.tables.view import count_noun
+from rollmill.tasks.look.terminal.run_summary import print_summary
 from rollmill.tasks.observe.metrics import ALL, Metric
 from rollmill.tasks.observe.sinks.metric_sinks import make_points
 from rollmill.tasks.observe.spans import record_span, span
 from rollmill.tasks.observe.step_clock import StepClock
 from rollmill.tasks.rollout.remote_environment import RemoteEnvironment
-from rollmill.tasks.store.folders import RunFolder
-from rollmill.tasks.store.reader import list_steps, scan
+from rollmill.tasks.store.reader import scan
 from rollmill.tasks.store.run.group_ranges import group_numbers, read_plan
 from rollmill.tasks.store.schemas import make_batch
 from rollmill.tasks.train.service.commands import StepResult
-
-
-def print_summary(folder: RunFolder, run_url: str) -> None:
-    """Print first and last held-out rewards, the path of the plot, code to read the data in Polars, and the run's address."""
-    # A flow imports no matplotlib before it draws.
-    from rollmill.tasks.look.terminal.plot import plot_run
-
-    console = Console()
-    for env, rows in list_held_out(folder):
-        console.print(_before_and_after(env, rows[0], rows[-1]))
-    dataset = "rollouts" if list_steps(folder, "rollouts") else "batches"
-    lines = {
-        "curves": str(plot_run(folder)),
-        "data set": f'pl.scan_ipc("{folder.location}/{dataset}/**/*.arrow", hive_partitioning=True)',
-        "the run in the UI": run_url,
-    }
-    for name, value in lines.items():
-        console.print(f"[bold]{name}[/bold]", highlight=False)
-        console.print(f"  {value}", highlight=False, soft_wrap=True, markup=False)
-
-
-def _before_and_after(env: str, before: Mapping[str, object], after: Mapping[str, object]) -> Table:
-    of_env = "" if env == ALL else f" of {env}"
-    table = Table(title=f"held-out problems{of_env}, with 95 % intervals", title_justify="left")
-    for column in ("", "before", "after"):
-        table.add_column(column, justify="left" if not column else "right")
-    table.add_row("policy version", str(before["step"]), str(after["step"]))
-    table.add_row("problems", str(before["n"]), str(after["n"]))
-    values = {"reward, sampled": "reward", "accuracy, greedy": "greedy_accuracy"}
-    if before["samples"] != 1 and before["pass_at_k"] is not None:
-        values[f"pass@{before['samples']}"] = "pass_at_k"
-    for name, key in values.items():
-        table.add_row(name, format_with_interval(before, key), format_with_interval(after, key))
-    return table
 
 
 def train_metrics(result: StepResult) -> list[Metric]:
@@ -162,7 +125,7 @@ async def store_step(run: TrainingRun, step: int, metrics: Sequence[Metric], clo
 
 
 async def store_metrics(run: TrainingRun, step: int, metrics: Sequence[Metric]) -> None:
-    """Append a step's metrics to the data set `metrics`, and send them to TensorBoard and MLflow."""
+    """Append a step's metrics to the data set `metrics`, and send them to the sinks."""
     rows = make_batch(
         "metrics",
         {

@@ -1,12 +1,13 @@
 """`rollmill plot`: the curves of a run, and a picture of those that exist."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
 import pytest
 
-from rollmill.tasks.look.tables.curves import Curves, read_curves
+from rollmill.tasks.look.tables.curves import Curves, list_charts, read_curves
 from rollmill.tasks.look.terminal.plot import draw
 from rollmill.tasks.store.folders import RunFolder
 
@@ -23,7 +24,7 @@ def test_curves_are_those_of_the_data_sets(small_run: RunFolder) -> None:
         0.438,
     ]
     assert curves.held_out["reward"].to_list() == [0.55, 1.0]
-    assert curves.entropy["entropy"].round(3).to_list() == [0.8, 0.7, 0.6]
+    assert curves.training["entropy"].round(3).to_list() == [0.8, 0.7, 0.6]
     assert curves.staleness["max"].to_list() == [0, 1, 1]
     assert curves.staleness["mean"].round(3).to_list() == [0.0, 0.267, 0.25]
     assert curves.drops.select("step", "cause", "n").rows() == [
@@ -32,6 +33,16 @@ def test_curves_are_those_of_the_data_sets(small_run: RunFolder) -> None:
         (1, "ScoreTimeoutError", 1.0),
     ]
     assert curves.spans.select(pl.exclude("step").round(6)).unique().rows() == [(2.0, 0.5, 0.1, 0.3, 0.1)]
+
+
+def test_staleness_that_is_always_zero_gives_its_place_to_the_gradient_norm(small_run: RunFolder) -> None:
+    whole = read_curves(small_run)
+    names = ["reward", "length", "entropy", "staleness", "drops", "time"]
+    assert [chart.name for chart in list_charts(whole)] == names
+    fresh = replace(whole, staleness=whole.staleness.with_columns(pl.col("max", "mean") * 0))
+    assert [chart.name for chart in list_charts(fresh)][3] == "gradient norm"
+    untrained = replace(fresh, training=whole.training.clear())
+    assert [chart.name for chart in list_charts(untrained)] == names
 
 
 def test_a_run_is_drawn_into_its_folder_or_to_a_given_path(rollmill: Command, tmp_path: Path) -> None:
@@ -68,7 +79,7 @@ def test_a_run_of_few_steps_is_drawn_without_a_warning(
 @pytest.mark.filterwarnings("error", "ignore::ResourceWarning")  # of what other tests left
 def test_steps_without_a_reward_are_gaps(small_run: RunFolder, tmp_path: Path) -> None:
     whole = read_curves(small_run)
-    names = ("groups", "by_env", "entropy", "staleness")
+    names = ("groups", "by_env", "training", "staleness")
     gone = {name: getattr(whole, name).with_columns(pl.selectors.float() * float("nan")) for name in names}
     draw("run", Curves(**{name: gone.get(name, getattr(whole, name)) for name in Curves.__slots__})).savefig(
         tmp_path / "run.png"

@@ -14,7 +14,9 @@ SPANS = ("collect", "train", "evaluate", "sync")
 REST = "rest"
 LOW, HIGH = 0.1, 0.9
 """Quantiles over a step's groups that bound the drawn band."""
-_ENTROPY, _TIME, _CAUSE = "train/entropy_nats", "time/", "drops/cause_"
+_TIME, _CAUSE = "time/", "drops/cause_"
+_TRAINING = {"train/entropy_nats": "entropy", "train/gradient_norm": "gradient_norm"}
+"""Columns of `Curves.training` by metric."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Curves:
         by_env: env, reward.
         held_out: reward (sampled), greedy_accuracy, and the bounds of their 95 % intervals; step is the policy version.
         held_out_by_env: env, and the columns of held_out.
-        entropy: entropy in nats.
+        training: entropy (nats) and gradient_norm (before clipping); null where not stored.
         staleness: mean and max over the step's trajectories: policy versions between the start of a trajectory and its
             training.
         drops: cause, n trajectories.
@@ -38,7 +40,7 @@ class Curves:
     by_env: pl.DataFrame
     held_out: pl.DataFrame
     held_out_by_env: pl.DataFrame
-    entropy: pl.DataFrame
+    training: pl.DataFrame
     staleness: pl.DataFrame
     drops: pl.DataFrame
     spans: pl.DataFrame
@@ -66,9 +68,7 @@ def read_curves(folder: RunFolder, scan: Scan = scan) -> Curves:
         .collect(),
         held_out=read_held_out(folder, scan=scan),
         held_out_by_env=read_held_out_by_env(folder, scan=scan),
-        entropy=_by_step(
-            metrics.filter(pl.col("name") == _ENTROPY).select("step", pl.col("value").alias("entropy"))
-        ),
+        training=_training(metrics),
         staleness=_by_step(
             sampled.group_by("step").agg(behind.mean().alias("mean"), behind.max().alias("max"))
         ),
@@ -93,11 +93,18 @@ def _spread(name: str) -> list[pl.Expr]:
 def _metrics(folder: RunFolder, scan: Scan) -> pl.LazyFrame:
     """Return the stored metrics that charts draw, those over all environments, with one value for each step and name."""
     name = pl.col("name")
-    is_drawn = (name == _ENTROPY) | name.str.starts_with(_TIME) | name.str.starts_with(_CAUSE)
+    is_drawn = name.is_in([*_TRAINING]) | name.str.starts_with(_TIME) | name.str.starts_with(_CAUSE)
     rows = scan(folder, "metrics", ["step", "name", "env", "stat", "value"])
     is_overall = (pl.col("env") == "all") & pl.col("stat").is_in(["value", "mean"])
     # A repeated step has stored its metrics twice; the later rows are those of the attempt that counts.
     return rows.filter(is_drawn & is_overall).unique(["step", "name"], keep="last")
+
+
+def _training(metrics: pl.LazyFrame) -> pl.DataFrame:
+    rows = metrics.filter(pl.col("name").is_in([*_TRAINING]))
+    values = (pl.col("value").filter(pl.col("name") == each).last() for each in _TRAINING)
+    columns = (value.alias(column) for value, column in zip(values, _TRAINING.values(), strict=True))
+    return _by_step(rows.group_by("step").agg(*columns))
 
 
 def _spans(metrics: pl.LazyFrame) -> pl.DataFrame:
@@ -156,8 +163,8 @@ class Chart:
 
 
 def list_charts(curves: Curves) -> list[Chart]:
-    """Return the six charts of a run: reward, length, entropy, staleness, drops and time."""
-    groups, held_out, staleness = curves.groups, curves.held_out, curves.staleness
+    """Return the six charts of a run: reward, length, entropy, staleness (if it is always 0, the gradient norm), drops and time."""
+    groups, held_out = curves.groups, curves.held_out
     reward = [
         _band(groups, "reward", BLUE),
         _band(held_out, "reward", ORANGE, "held out, 95 %"),
@@ -167,20 +174,29 @@ def list_charts(curves: Curves) -> list[Chart]:
     reward.append(_series("held out", ORANGE, held_out, "reward", "marked"))
     reward.append(_series("greedy accuracy", GREEN, held_out, "greedy_accuracy", "dotted"))
     length = [_band(groups, "tokens", GREEN), _series("mean", GREEN, groups, "tokens")]
-    # The largest is drawn first and broad, so that the mean is visible where the two are equal.
-    largest = _series("max", ORANGE, staleness, "max", "broad")
-    behind = [largest, _series("mean", BLUE, staleness, "mean")]
     seconds = [_series(name, SPAN_COLOURS[name], curves.spans, name, "bars") for name in (*SPANS, REST)]
     no_drops = NOTHING if curves.groups.is_empty() else "none"
     charts = [
         Chart("reward", "mean of groups, 10 to 90 %", reward),
         Chart("length", "sampled tokens a trajectory", length),
-        Chart("entropy", "nats a token", [_series("entropy", PURPLE, curves.entropy, "entropy")]),
-        Chart("staleness", "policy versions behind", behind, is_whole=True),
+        Chart("entropy", "nats a token", [_series("entropy", PURPLE, curves.training, "entropy")]),
+        _chart_staleness(curves),
         Chart("drops", "trajectories by cause", _drops_by_cause(curves), is_whole=True, absent=no_drops),
         Chart("time", "seconds a step", seconds),
     ]
     return [replace(chart, series=[each for each in chart.series if len(each.rows)]) for chart in charts]
+
+
+def _chart_staleness(curves: Curves) -> Chart:
+    """Return the chart of staleness; that of the gradient norm if the run trains and its staleness is always 0."""
+    staleness, training = curves.staleness, curves.training
+    if len(training) and not staleness["max"].fill_nan(None).sum():
+        norm = _series("gradient norm", ORANGE, training, "gradient_norm")
+        return Chart("gradient norm", "before clipping", [norm])
+    # The largest is drawn first and broad, so that the mean is visible where the two are equal.
+    largest = _series("max", ORANGE, staleness, "max", "broad")
+    behind = [largest, _series("mean", BLUE, staleness, "mean")]
+    return Chart("staleness", "policy versions behind", behind, is_whole=True)
 
 
 def _series(label: str, colour: str, rows: pl.DataFrame, column: str, form: Form = "line") -> Series:
