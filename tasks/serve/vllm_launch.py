@@ -181,7 +181,7 @@ def check_python(config: ServeConfig) -> None:
     """Refuse a `serve.python` that is no Python, or whose environment has no vLLM; raises ConfigError."""
     path = Path(config.python)
     if not path.is_file() or not os.access(path, os.X_OK):
-        remedy = "there is no Python; create the vLLM environment with `make setup`, or attach to servers with serve.urls"
+        remedy = "there is no Python; create the vLLM environment with `rollmill setup`, or attach to servers with serve.urls"
         raise ConfigError("serve.python", config.python, remedy)
     command = [str(path.absolute()), "-c", _PRINT_VERSIONS]
     try:
@@ -200,7 +200,7 @@ def check_python(config: ServeConfig) -> None:
         )
         raise ConfigError("serve.python", config.python, remedy) from error
     if not versions:
-        remedy = "this Python's environment has no vLLM; `make setup` makes one that has"
+        remedy = "this Python's environment has no vLLM; `rollmill setup` makes one that has"
         raise ConfigError("serve.python", config.python, remedy)
 
 

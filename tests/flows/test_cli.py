@@ -84,7 +84,7 @@ def refusal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
         ),
         (
             ["quickstart", "--set", "serve.python=nowhere/python"],
-            ["serve.python", "nowhere/python", "make setup"],
+            ["serve.python", "nowhere/python", "rollmill setup"],
         ),
         (["quickstart", "--set", "store.root=/proc/runs"], ["store.root", "/proc/runs", "cannot write"]),
         (["quickstart", "--set", "store.root=conf/quickstart.yaml"], ["store.root", "cannot write"]),

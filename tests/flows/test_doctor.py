@@ -20,7 +20,7 @@ def results(tmp_path: Path, python: str) -> dict[str, CheckResult]:
 
 def test_an_environment_without_vllm_is_named_with_its_remedy(tmp_path: Path) -> None:
     missing = results(tmp_path, str(tmp_path / "bin" / "python"))["vLLM's environment"]
-    assert (missing.status, "make setup" in missing.remedy) == ("failed", True)
+    assert (missing.status, "rollmill setup" in missing.remedy) == ("failed", True)
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.symlink_to("/bin/true")

@@ -51,7 +51,7 @@ def base(
         return subprocess.run(
             [environment / "bin" / program, *words],
             cwd=small_run.local.parent.parent,
-            env={"PATH": os.environ["PATH"], "COLUMNS": "200"},
+            env=os.environ | {"PATH": f"{UV.parent}:{os.environ['PATH']}", "COLUMNS": "200"},
             capture_output=True,
             check=False,
             text=True,
@@ -112,3 +112,31 @@ def test_the_base_has_no_large_library_that_it_does_not_need(base: Installed) ->
     n_bytes, names = base("python", "-c", script).stdout.splitlines()
     assert not {"torch", "prefect", "transformers", "botocore", "matplotlib"} & set(names.split())
     assert int(n_bytes) < LARGEST_BASE_BYTES
+
+
+def test_setup_makes_the_environment_with_vllm_and_the_same_rollmill(base: Installed, tmp_path: Path) -> None:
+    folder = tmp_path / "vllm"
+    done = base("rollmill", "setup", str(folder))
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, f"{folder}/bin/python is ready")
+    assert "+ vllm" in done.stderr
+    script = "import rollmill, importlib.metadata as found; print(rollmill.__file__)\n"
+    script += "print(found.entry_points(group='vllm.general_plugins', name='rollmill')['rollmill'].value)"
+    shown = subprocess.run(
+        [folder / "bin" / "python", "-c", script],
+        cwd=tmp_path,
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    package, plugin = shown.stdout.splitlines()
+    assert Path(package).is_relative_to(folder)
+    assert plugin == "rollmill.tasks.sync.vllm_plugin.plugin:register"
+
+
+def test_setup_refuses_a_build_that_there_is_not(base: Installed, tmp_path: Path) -> None:
+    done = base("rollmill", "setup", str(tmp_path / "vllm"), "--build", "rocm")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "rollmill: --build = 'rocm': give cpu or cuda, or leave it out\n",
+    )
+    assert not (tmp_path / "vllm").exists()
