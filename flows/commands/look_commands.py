@@ -37,6 +37,26 @@ SortColumn = Annotated[
 ]
 
 
+@commands.command("list", rich_help_panel=PANEL)
+def list_runs(
+    root: Annotated[
+        str, typer.Argument(metavar="FOLDER", help="Folder of runs, or s3://bucket/prefix; default: runs.")
+    ] = "",
+    limit: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Maximum number of runs; 0: all.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """List the runs in a folder, newest first: state, steps, last held-out reward and accuracy."""
+    from rollmill.tasks.look.tables.run_list import make_runs_view
+    from rollmill.tasks.look.terminal.output import print_json, print_view
+    from rollmill.tasks.store.config import StoreConfig
+
+    shown = make_runs_view(root or StoreConfig().root, limit)
+    if as_json:
+        print_json(shown.values)
+    else:
+        print_view(shown)
+
+
 @commands.command(rich_help_panel=PANEL)
 def inspect(
     run: RunLocation,
@@ -267,6 +287,16 @@ def sql(
         print_json({"n": len(found), "rows": found.to_dicts()})
     else:
         print_view(view_result(found, limit))
+
+
+@commands.command(rich_help_panel=PANEL)
+def mcp() -> None:
+    """Serve runs, read-only, to coding agents: a server of the Model Context Protocol on standard input and output."""
+    from rollmill.flows.run.folder import find_run
+    from rollmill.tasks.look.web.run_tools import serve_run_tools
+    from rollmill.tasks.store.config import StoreConfig
+
+    serve_run_tools(find_run, StoreConfig().root)
 
 
 @commands.command(rich_help_panel=PANEL)

@@ -170,17 +170,18 @@ class RunFrames:
             found[location, step, group] = check_weight(field, weight, value, of)
         return found
 
-    def sql(self, query: str) -> pl.DataFrame:
+    def sql(self, query: str, *, reads_files: bool = True) -> pl.DataFrame:
         """Run a query of DuckDB over the views `trajectories` and one for each data set but `states`.
 
-        `group` and `order` are words of SQL: write "group" and "order" for these columns.
+        `group` and `order` are words of SQL: write "group" and "order" for these columns. With `reads_files` False the query
+        can neither read nor write a file.
 
         Example: runs.sql('select step, avg(reward) from trajectories group by step order by step')
 
         Raises:
             ConfigError: the query is wrong, or reads from a view that does not exist.
         """
-        return self._run("QUERY", query, query)
+        return self._run("QUERY", query, query, reads_files=reads_files)
 
     def _run(self, field: str, given: str, query: str, *, reads_files: bool = True) -> pl.DataFrame:
         """Run a query; an error names `field` and its value `given`."""
