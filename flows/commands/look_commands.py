@@ -11,6 +11,9 @@ from rollmill.tasks.errors import ConfigError
 PANEL = "Look"
 commands = typer.Typer()
 
+RunLocations = Annotated[
+    list[str], typer.Argument(metavar="RUN...", help="Runs, each as for the other commands.")
+]
 Costs = Annotated[
     bool,
     typer.Option(
@@ -181,7 +184,7 @@ def show(
 
 @commands.command(rich_help_panel=PANEL)
 def view(
-    run: RunLocation,
+    runs: RunLocations,
     port: Annotated[
         int | None,
         typer.Option(help="Loopback port; default: 4300, or the next free one.", min=0, max=65535),
@@ -191,30 +194,32 @@ def view(
         float, typer.Option(help="Seconds between two checks for new data.", min=0.2, max=3600)
     ] = 2.0,
 ) -> None:
-    """Open a local web page of a run: curves, tables, trajectories by token, comparisons of scorers or policies."""
+    """Open a local web page of a run: curves, tables, trajectories by token, comparisons; further runs are shown beside it."""
     from rollmill.flows.recipe import run_tokenizer
     from rollmill.flows.run.folder import find_run
     from rollmill.tasks.look.web.app import serve_viewer
 
-    serve_viewer(find_run(run), run_tokenizer, port, refresh_s, opens_browser=browser)
+    folder, *others = [find_run(each) for each in runs]
+    serve_viewer(folder, run_tokenizer, port, refresh_s, opens_browser=browser, others=others)
 
 
 @commands.command(rich_help_panel=PANEL)
 def plot(
-    run: RunLocation,
+    runs: RunLocations,
     output: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A .png, .svg, .pdf or .jpg file; default: RUN/plot.png, for a run on S3 in its local folder.",
+            help="A .png, .svg, .pdf or .jpg file; default: RUN/plot.png, for a run on S3 in its local folder; for several runs runs.png.",
         ),
     ] = None,
 ) -> None:
-    """Plot a run by step: reward, length, entropy, staleness, drops, seconds."""
+    """Plot a run by step: reward, length, entropy, staleness, drops, seconds; of several runs a line each."""
     from rollmill.flows.run.folder import find_run
     from rollmill.tasks.look.terminal.plot import plot_run
 
-    typer.echo(plot_run(find_run(run), output))
+    folder, *others = [find_run(each) for each in runs]
+    typer.echo(plot_run(folder, output, others))
 
 
 @commands.command(rich_help_panel=PANEL)
@@ -328,9 +333,7 @@ def export(
 
 @commands.command(rich_help_panel=PANEL)
 def publish(
-    runs: Annotated[
-        list[str], typer.Argument(metavar="RUN...", help="Runs, each as for the other commands.")
-    ],
+    runs: RunLocations,
     to: Annotated[
         str,
         typer.Option(

@@ -1,4 +1,4 @@
-"""Draw a run as an image: six small charts over one axis of steps."""
+"""Draw a run, or several together, as an image: six small charts over one axis of steps."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,11 +12,12 @@ from matplotlib.ticker import MaxNLocator
 
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.curves import Chart, Curves, Series, list_charts, read_curves
+from rollmill.tasks.look.tables.run_overlay import check_names, overlay_charts
 from rollmill.tasks.look.tables.run_tables import check_rollouts
 from rollmill.tasks.look.tables.view import count_noun
 from rollmill.tasks.store.folders import RunFolder
 
-PICTURE = "plot.png"
+PICTURE, PICTURE_OF_SEVERAL = "plot.png", "runs.png"
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 LEGEND_COLUMNS = 3
 FORMATS = ("png", "svg", "pdf", "jpg")
@@ -37,19 +38,26 @@ POINTS: dict[str, dict[str, Any]] = {
 """Settings of a line whose points are all drawn, by form."""
 
 
-def plot_run(folder: RunFolder, output: Path | None = None) -> Path:
+def plot_run(folder: RunFolder, output: Path | None = None, others: Sequence[RunFolder] = ()) -> Path:
     """Draw the charts of a run into an image file and return its path; by default plot.png in the run's local folder.
+
+    With `others` each chart has a line of each run; by default the file is then runs.png in the working folder.
 
     Raises:
         ConfigError: the image cannot be written there, or its suffix is of no supported image format.
         ShardError: the run's rollouts are gone.
     """
-    path = output or folder.local / PICTURE
+    path = output or (Path(PICTURE_OF_SEVERAL) if others else folder.local / PICTURE)
     form = path.suffix.removeprefix(".").lower()
     if form not in FORMATS:
         raise ConfigError("--output", str(path), f"give a name that ends in .{', .'.join(FORMATS)}")
-    check_rollouts(folder)
-    figure = draw(folder.name, read_curves(folder))
+    for each in (folder, *others):
+        check_rollouts(each)
+    check_names([folder, *others])
+    runs = {each.name: read_curves(each) for each in (folder, *others)}
+    figure = (
+        draw_charts(", ".join(runs), overlay_charts(runs)) if others else draw(folder.name, runs[folder.name])
+    )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=130, format=form)
@@ -62,14 +70,24 @@ def plot_run(folder: RunFolder, output: Path | None = None) -> Path:
 
 def draw(title: str, curves: Curves) -> Figure:
     """Return a figure with charts of reward, length, entropy, staleness, drops and time; one without data has a note."""
-    figure = Figure(
-        figsize=(12.5, 7.2), facecolor="white", layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
-    )
     n_steps = count_noun(len(curves.groups), "step")
-    figure.suptitle(f"{title}   ·   {n_steps}", x=0.01, ha="left", color=INK, weight="bold")
-    axes = figure.subplots(2, 3, sharex=True)
-    for axis, chart in zip(axes.flat, list_charts(curves), strict=True):
+    return draw_charts(f"{title}   ·   {n_steps}", list_charts(curves))
+
+
+def draw_charts(title: str, charts: Sequence[Chart]) -> Figure:
+    """Return a figure with charts, three in a row."""
+    n_rows = -(-len(charts) // 3)
+    figure = Figure(
+        figsize=(12.5, 3.6 * n_rows),
+        facecolor="white",
+        layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12),
+    )
+    figure.suptitle(title, x=0.01, ha="left", color=INK, weight="bold")
+    axes = figure.subplots(n_rows, 3, sharex=True, squeeze=False).flat
+    for axis, chart in zip(axes, charts, strict=False):
         _draw_chart(axis, chart)
+    for axis in [*axes][len(charts) :]:
+        axis.set_axis_off()
     return figure
 
 

@@ -20,12 +20,14 @@ from flask import Response, abort
 from werkzeug.serving import make_server
 
 from rollmill.tasks.errors import ConfigError, RollmillError
+from rollmill.tasks.look.tables.run_overlay import check_names
 from rollmill.tasks.look.tables.trajectory_record import find_trajectory
 from rollmill.tasks.look.tables.view import Column, escape_controls
 from rollmill.tasks.look.terminal.output import encode_json
 from rollmill.tasks.look.terminal.trajectory_tokens import LoadTokenizer
 from rollmill.tasks.look.web.grid import ROWS_AT_ONCE, cells, parse_sort
 from rollmill.tasks.look.web.pages.compare_page import comparison_columns, read_comparison, render_comparison
+from rollmill.tasks.look.web.pages.runs_page import render_runs
 from rollmill.tasks.look.web.pages.table_pages import (
     TABLES,
     count_rows,
@@ -53,6 +55,7 @@ from rollmill.tasks.look.web.urls import (
     HELD_OUT,
     HOME,
     PAIR,
+    RUNS,
     TIMING,
     TRAJECTORIES,
     TRAJECTORY,
@@ -81,7 +84,13 @@ INDEX = """<!DOCTYPE html>
 
 
 def serve_viewer(
-    folder: RunFolder, tokenizer: LoadTokenizer, port: int | None, refresh_s: float, *, opens_browser: bool
+    folder: RunFolder,
+    tokenizer: LoadTokenizer,
+    port: int | None,
+    refresh_s: float,
+    *,
+    opens_browser: bool,
+    others: Sequence[RunFolder] = (),
 ) -> None:
     """Serve a run's pages on loopback, in this process, until interrupted; raises ConfigError if the port is taken.
 
@@ -91,10 +100,12 @@ def serve_viewer(
         port: loopback port; None: PORT, or the next free one if it is taken.
         refresh_s: seconds between two checks for new data.
         opens_browser: True: open the first page in a browser, if there is one.
+        others: further runs, which are shown beside it on the page "runs".
     """
     with suppress(ModuleNotFoundError):
         # Arrow imports it at its first conversion, in some thread, and Plotly looks into it when it is half imported.
         importlib.import_module("pandas")
+    check_names([folder, *others])
     token, is_stored = _take_token()
     listener = open_listener(LOOPBACK, port)
     chosen = int(listener.getsockname()[1])
@@ -102,7 +113,7 @@ def serve_viewer(
         typer.echo(f"port {PORT} is taken; using {chosen}", err=True)
     # It would print a line for each request, several a second while a page is open.
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    source = RunData(folder, refresh_s / 2, tokenizer)
+    source = RunData(folder, refresh_s / 2, tokenizer, others)
     app = make_app(source, token, refresh_s)
     # The socket is open already, so that no other process takes the port between the choice and the server.
     server = make_server(LOOPBACK, chosen, app.server, threaded=True, fd=listener.fileno())
@@ -177,7 +188,8 @@ def make_app(source: RunData, token: str, refresh_s: float) -> Dash:
 
 
 def _frame(source: RunData, refresh_s: float) -> Component:
-    links = [dcc.Link(name, href=path) for name, path in NAVIGATION.items()]
+    pages = {**NAVIGATION, "runs": RUNS} if source.others else NAVIGATION
+    links = [dcc.Link(name, href=path) for name, path in pages.items()]
     return html.Div(
         [
             dcc.Location(id="url", refresh="callback-nav"),
@@ -247,6 +259,8 @@ def render_page(source: RunData, path: str, search: str) -> Component:
             return render_problem(f"{source.folder.location} no longer exists: it was removed or moved.")
         if path == HOME:
             return render_home(source)
+        if path == RUNS and source.others:
+            return render_runs(source)
         if path in TABLES:
             return render_table(source, path, query)
         if path == COMPARE:

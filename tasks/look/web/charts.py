@@ -9,7 +9,7 @@ from dash.development.base_component import Component
 
 from rollmill.tasks.look.ledger.span_timeline import IDLE, NO_SPANS, UNATTRIBUTED, is_wait
 from rollmill.tasks.look.ledger.step_timeline import StepTimeline
-from rollmill.tasks.look.tables.curves import BLUE, SPAN_COLOURS, SPANS, Curves, Series, list_charts
+from rollmill.tasks.look.tables.curves import BLUE, SPAN_COLOURS, SPANS, Chart, Curves, Series, list_charts
 from rollmill.tasks.look.tables.view import escape_controls
 
 # Of more points every n-th is drawn: a chart has fewer pixels, and the page would be long.
@@ -69,6 +69,11 @@ LOOK = {
 
 def make_charts(curves: Curves) -> list[Component]:
     """Return the charts of a run: reward, length, entropy, staleness, drops and time; one without data has a note."""
+    return render_charts(list_charts(curves))
+
+
+def render_charts(charts: Sequence[Chart]) -> list[Component]:
+    """Return charts as components; one without data has a note."""
     return [
         _chart(
             chart.name,
@@ -76,7 +81,7 @@ def make_charts(curves: Curves) -> list[Component]:
             [trace for each in chart.series for trace in _traces(each)],
             absent=chart.absent,
         )
-        for chart in list_charts(curves)
+        for chart in charts
     ]
 
 

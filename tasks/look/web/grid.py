@@ -22,6 +22,8 @@ WIDTHS = {
     "answer": 340,
     "error": 300,
     "reason": 200,
+    "first": 150,
+    "second": 150,
 }
 USUAL_WIDTH = 100
 PINNED = ("trajectory", "group", "prompt")

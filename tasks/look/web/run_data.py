@@ -19,7 +19,7 @@ import polars as pl
 import pyarrow as pa
 import xxhash
 
-from rollmill.tasks.errors import RollmillError
+from rollmill.tasks.errors import ConfigError, RollmillError
 from rollmill.tasks.look.tables.curves import Curves, read_curves
 from rollmill.tasks.look.tables.run_tables import GROUP_COLUMNS, make_run_view, select_groups
 from rollmill.tasks.look.tables.scores import resolve_scorer
@@ -229,13 +229,38 @@ class TablePage:
 
 
 class RunData:
-    """Cached access of the viewer's pages to the data of one run; safe to use from several threads."""
+    """Cached access of the viewer's pages to the data of one run; safe to use from several threads.
 
-    def __init__(self, folder: RunFolder, fresh_s: float, tokenizer: LoadTokenizer) -> None:
+    Attributes:
+        others: further runs, which are compared with it.
+    """
+
+    def __init__(
+        self, folder: RunFolder, fresh_s: float, tokenizer: LoadTokenizer, others: Sequence[RunFolder] = ()
+    ) -> None:
         self.tokenizer = tokenizer
+        self.others = [RunData(each, fresh_s, tokenizer) for each in others]
         self.folder, self.shelf = folder, RowCache(folder, fresh_s, TOGETHER)
         self._lock = threading.Lock()
         self._made: OrderedDict[object, tuple[tuple[int, ...], object, Any]] = OrderedDict()
+
+    def all_runs(self) -> "list[RunData]":
+        """Return the data of this run and of the others."""
+        return [self, *self.others]
+
+    def find_folder(self, asked: str) -> tuple[RunFolder, str]:
+        """Return the folder and the id of a trajectory that is written RUN:ID, or ID for this run.
+
+        Raises:
+            ConfigError: the viewer shows no such run.
+        """
+        name, _, short = asked.rpartition(":")
+        folders = {data.folder.name: data.folder for data in self.all_runs()}
+        if name and name not in folders:
+            raise ConfigError(
+                "run", name, f"the viewer shows {', '.join(folders)}; start it with this run too"
+            )
+        return folders[name] if name else self.folder, short
 
     def revision(self) -> str:
         """Return a text that changes whenever there is new data."""

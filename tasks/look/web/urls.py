@@ -6,7 +6,7 @@ from urllib.parse import parse_qsl, quote, urlencode
 
 from rollmill.tasks.look.tables.selection import Interval, Selection, parse_names
 
-HOME, GROUPS, TRAJECTORIES, HELD_OUT = "/", "/groups", "/trajectories", "/held-out"
+HOME, RUNS, GROUPS, TRAJECTORIES, HELD_OUT = "/", "/runs", "/groups", "/trajectories", "/held-out"
 TRAJECTORY, COMPARE, PAIR, TIMING = "/trajectory/", "/compare", "/pair/", "/time"
 FILTERS = ("step", "group", "status", "env", "reward", "scorer", "text", "sort")
 """Parameters of a query, in the order they are written; named like the options of `rollmill inspect`."""

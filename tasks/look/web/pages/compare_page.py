@@ -170,23 +170,34 @@ def _difference(both: pl.DataFrame) -> str:
 def _summarize(rows: pl.DataFrame, a: str, b: str) -> list[str]:
     """Summarize the compared rows, in lines; of versions, sampled and greedy answers each, since those to one prompt are not independent."""
     if not is_version(a) or rows.is_empty():
-        return [_summarize_pairs(rows, a, b)]
+        return [
+            summarize_pairs(rows, a, b, ("prompt", "") if is_version(a) else ("trajectory", "trajectories"))
+        ]
     kinds = {"sampled": rows.filter(~pl.col("greedy")), "greedy": rows.filter("greedy")}
-    return [f"{kind}: {_summarize_pairs(each, a, b)}" for kind, each in kinds.items() if not each.is_empty()]
+    return [
+        f"{kind}: {summarize_pairs(each, a, b, ('prompt', ''))}"
+        for kind, each in kinds.items()
+        if not each.is_empty()
+    ]
 
 
-def _summarize_pairs(rows: pl.DataFrame, a: str, b: str) -> str:
+def summarize_pairs(rows: pl.DataFrame, a: str, b: str, noun: tuple[str, str]) -> str:
     """Summarize compared rows in one line: number of rows, mean rewards, counts of differences, rank correlation.
+
+    Args:
+        rows: columns a, b and difference.
+        a: name of the scorer, policy version or run that the rewards `a` are of.
+        b: the same for `b`.
+        noun: what a row is, and its plural if that is irregular.
 
     Example: "48 trajectories in both; mean reward 0.544 by addition@1 and 0.571 by addition@2, difference 0.027 ± 0.012 (95 %); 12 higher by addition@2, 9
     lower; rank correlation 0.31".
     """
-    noun = ("prompt", "") if is_version(a) else ("trajectory", "trajectories")
     both = rows.drop_nulls(["a", "b"])
     if both.is_empty():
         return f"{count_noun(len(rows), *noun)} in both, none with both rewards"
     first, second = (float(both.select(pl.col(name).mean()).item()) for name in ("a", "b"))
-    said = "of" if is_version(a) else "by"
+    said = "by" if noun[0] == "trajectory" else "of"
     means = f"mean reward {first:z.3f} {said} {a} and {second:z.3f} {said} {b}{_difference(both)}"
     rank = both.select(pl.corr("a", "b", method="spearman")).item()
     correlation = "" if rank is None or math.isnan(rank) else f"; rank correlation {rank:z.2f}"

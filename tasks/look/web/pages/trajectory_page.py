@@ -96,8 +96,14 @@ def render_trajectory(source: RunData, short: str, by: str) -> Component:
 def render_pair(source: RunData, first: str, second: str) -> Component:
     """Render two trajectories next to each other."""
     columns = []
-    for found in (find_trajectory(source.folder, short) for short in (first, second)):
-        head = html.H2(dcc.Link(f"trajectory {found.short}", href=trajectory_url(found.short)))
+    for folder, short in (source.find_folder(asked) for asked in (first, second)):
+        found = find_trajectory(folder, short)
+        title = f"trajectory {found.short}"
+        # Only the pages of the first run are served.
+        is_first = folder == source.folder
+        head = html.H2(
+            dcc.Link(title, href=trajectory_url(found.short)) if is_first else f"{folder.name}: {title}"
+        )
         columns.append(html.Div([head, *_render_record(found)]))
     return html.Section([html.H1("side by side"), html.Div(columns, className="pair")])
 
