@@ -27,7 +27,7 @@ VLLM_STAMP := .venv-vllm/.complete
 OPENENV_STAMP := .venv-openenv/.complete
 
 # Passes pip's find-links and the choice of torch's build on to uv.
-INSTALL := .venv/bin/python -m rollmill.flows.commands.uv_install
+INSTALL := .venv/bin/python -m rollmill.flows.project.uv_install
 
 .PHONY: help setup quickstart deploy test test-all rehearsal test-packages check bench bench-full clean
 

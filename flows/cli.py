@@ -17,6 +17,7 @@ from rollmill.flows.commands import (
     again_commands,
     look_commands,
     policy_commands,
+    project_commands,
     run_commands,
     service_commands,
 )
@@ -30,7 +31,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Batch reinforcement learning for language models whose loop is a workflow.",
 )
-for _panel in (run_commands, look_commands, again_commands, policy_commands, service_commands):
+for _panel in (
+    run_commands,
+    look_commands,
+    again_commands,
+    policy_commands,
+    project_commands,
+    service_commands,
+):
     app.add_typer(_panel.commands)
 
 

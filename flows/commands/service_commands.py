@@ -1,6 +1,5 @@
 """The panel "Services" of `rollmill --help`: commands that start and stop what flows connect to."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -33,22 +32,6 @@ def doctor(
 
     if not examine(python, root, with_services=services, as_json=as_json):
         raise typer.Exit(1)
-
-
-@commands.command(rich_help_panel=PANEL)
-def setup(
-    folder: Annotated[Path, typer.Argument(help="Folder of the environment.")] = Path(".venv-vllm"),
-    build: Annotated[
-        str,
-        typer.Option(
-            metavar="cpu|cuda", help="Build of vLLM; default: cuda with an NVIDIA GPU, otherwise cpu."
-        ),
-    ] = "",
-) -> None:
-    """Make the environment with vLLM that runs need, or bring it up to date."""
-    from rollmill.flows.commands.vllm_environment import make_vllm_environment
-
-    make_vllm_environment(folder, build, typer.echo)
 
 
 @commands.command(rich_help_panel=PANEL)
