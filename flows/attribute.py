@@ -71,7 +71,13 @@ def _isolate_config(config: RunConfig, root: Path) -> RunConfig:
     """Return the settings with `root` as store.root, no TensorBoard, MLflow or OTLP output, and a launched trainer."""
     store = config.store.model_copy(update={"root": str(root)})
     observe = config.observe.model_copy(
-        update={"tensorboard": False, "mlflow_uri": "", "wandb": False, "otlp_endpoint": ""}
+        update={
+            "tensorboard": False,
+            "mlflow_uri": "",
+            "wandb": False,
+            "prometheus_port": 0,
+            "otlp_endpoint": "",
+        }
     )
     return use_own_trainer(config).model_copy(update={"store": store, "observe": observe})
 

@@ -76,7 +76,7 @@ async def open_sinks(config: RunConfig, folder: RunFolder, run: str) -> AsyncIte
     Yields None if none is configured.
     """
     observe = config.observe
-    if not (observe.tensorboard or observe.mlflow_uri or observe.wandb):
+    if not (observe.tensorboard or observe.mlflow_uri or observe.wandb or observe.prometheus_port):
         yield None
         return
     files = str(folder.local / TENSORBOARD) if observe.tensorboard else ""
@@ -87,6 +87,7 @@ async def open_sinks(config: RunConfig, folder: RunFolder, run: str) -> AsyncIte
         mlflow_uri=observe.mlflow_uri,
         experiment=os.environ.get(EXPERIMENT_ENV, "rollmill"),
         wandb=str(folder.local / WANDB) if observe.wandb else "",
+        prometheus_port=observe.prometheus_port,
         timeout_s=TIMEOUT_S,
     )
     if files:

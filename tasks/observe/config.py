@@ -40,6 +40,13 @@ class ObserveConfig(StageConfig):
         "Send the metrics to Weights & Biases too (pip install 'rollmill[wandb]'). Its own environment variables apply: WANDB_API_KEY, "
         "WANDB_PROJECT (unset: rollmill), WANDB_MODE=offline, ...",
     )
+    prometheus_port: int = setting(
+        0,
+        "Port of this machine at which a Prometheus server reads the last metrics while the run lasts (http://127.0.0.1:PORT/metrics); "
+        "0: none.",
+        ge=0,
+        le=65535,
+    )
     otlp_endpoint: str = setting(
         "",
         "OpenTelemetry receiver, such as http://127.0.0.1:4318, that gets each step's spans too, by OTLP over HTTP "

@@ -8,6 +8,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
 from mlflow.tracking import MlflowClient  # here: later tests put another module mlflow first on the path
 from tensorboardX.proto.event_pb2 import Event
@@ -24,9 +25,11 @@ from rollmill.tasks.observe.sinks.metric_sinks import (
     make_points,
     metric_values,
 )
+from rollmill.tasks.observe.sinks.prometheus_sink import PrometheusSink
 from rollmill.tasks.observe.sinks.sink_client import SinkClient
 from rollmill.tasks.observe.sinks.sink_process import Feed, MlflowSink
 from rollmill.tasks.observe.sinks.wandb_sink import WandbSink
+from rollmill.tasks.processes.launched_process import free_port
 
 BLOCK, FULL, LAST = 32768, 1, 4
 """Of LevelDB's log: bytes of a block, and the kinds of a whole record and of a record's last part."""
@@ -145,6 +148,29 @@ def test_wandb_resumes_the_run_of_the_same_id_and_stores_no_step_twice(
     for name, value in (("train/updated", 1.0), ("loss", 0.5), ("evaluation/reward", 0.25)):
         assert [(row["step"], row[name]) for row in rows if name in row] == [(0, value), (1, value)]
     assert [each.exit.exit_code for each in records if each.HasField("exit")] == [130, 0]
+
+
+def test_prometheus_reads_the_last_value_of_each_metric_until_the_run_ends() -> None:
+    port = free_port()
+    sink = PrometheusSink(SinkSettings("ab", "small", prometheus_port=port))
+    page = f"http://127.0.0.1:{port}/metrics"
+    sink.write(step(0, **{"train/loss": 0.5}))
+    sink.write(Point(EVALUATION, 0, {"evaluation/reward": 0.25}))
+    sink.write(step(1, **{"train/loss": 0.75, "train/ratio/max/verifiers:a": 1.5}))
+    assert sink.has(STEP, 1)
+    assert not sink.has(STEP, 2)
+    lines = httpx.get(page).text.splitlines()
+    for line in (
+        'rollmill_train_loss{run="small"} 0.75',
+        'rollmill_train_ratio_max_verifiers_a{run="small"} 1.5',
+        'rollmill_evaluation_reward{run="small"} 0.25',
+        'rollmill_step{run="small"} 1.0',
+        'rollmill_policy_version{run="small"} 0.0',
+    ):
+        assert line in lines
+    sink.end("finished")
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(page)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ class SinkSettings:
         mlflow_uri: tracking server; empty: none.
         experiment: name of the MLflow experiment.
         wandb: folder for the files of Weights & Biases; empty: none.
+        prometheus_port: loopback port of the page of the last metrics; 0: none.
         folder: folder of the run, for sinks that read what is stored.
         otlp: receiver of OpenTelemetry's spans; empty: none.
         timeout_s: seconds that the remaining writes may take when the run is over.
@@ -65,6 +66,7 @@ class SinkSettings:
     mlflow_uri: str = ""
     experiment: str = ""
     wandb: str = ""
+    prometheus_port: int = 0
     folder: str = ""
     otlp: str = ""
     timeout_s: float = 20.0

@@ -1,4 +1,4 @@
-"""Worker process that writes metrics to TensorBoard, MLflow and Weights & Biases: each request is a point, and its answer the failures.
+"""Worker process that writes metrics to TensorBoard, MLflow, Prometheus and Weights & Biases: each request is a point, and its answer the failures.
 
 It ends when the connection is closed, however the run ends: with what is left, within `timeout_s`. The last request says how
 the run ended, {"end": "finished"} for example; a run that is killed sends none.
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from rollmill.tasks.observe.sinks.metric_sinks import Point, RunEnd, Sink, SinkSettings
+from rollmill.tasks.observe.sinks.prometheus_sink import PrometheusSink
 from rollmill.tasks.observe.sinks.wandb_sink import WandbSink
 from rollmill.tasks.user_code.worker_main import Handler, serve
 
@@ -159,12 +160,14 @@ class Feed:
 
 
 def make_feeds(settings: SinkSettings, report: Report) -> list[Feed]:
-    """Create a Feed for each of TensorBoard, MLflow and Weights & Biases that the settings name."""
+    """Create a Feed for each sink that the settings name."""
     feeds = []
     if settings.tensorboard:
         feeds.append(Feed("TensorBoard", lambda: TensorBoardSink(Path(settings.tensorboard)), report))
     if settings.mlflow_uri:
         feeds.append(Feed("MLflow", lambda: MlflowSink(settings), report))
+    if settings.prometheus_port:
+        feeds.append(Feed("Prometheus", lambda: PrometheusSink(settings), report))
     if settings.wandb:
         feeds.append(Feed("Weights & Biases", lambda: WandbSink(settings), report))
     return feeds
