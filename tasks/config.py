@@ -5,6 +5,8 @@ import importlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from rollmill.tasks.errors import ConfigError, error_text
+from rollmill.tasks.errors import ConfigError, user_error_text
 
 UNITS = {"s": "seconds", "env": "environment variable"}
 # Abbreviations in names of settings, as a form's titles have them.
@@ -235,6 +237,16 @@ def suggest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     return f"; did you mean {matches[0]}?" if matches else ""
 
 
+@cache
+def find_plugins(kind: Literal["advantages", "environments", "losses", "scorers"]) -> Mapping[str, str]:
+    """Return the import paths, by name, of what installed distributions register: their entry points of the group rollmill.KIND.
+
+    Example: {"brevity": "my_package.rewards:brevity"} of `[project.entry-points."rollmill.scorers"]` with
+    `brevity = "my_package.rewards:brevity"`.
+    """
+    return {each.name: f"{each.module}:{each.attr}" for each in entry_points(group=f"rollmill.{kind}")}
+
+
 def import_named(field: str, name: str, registered: Mapping[str, str]) -> Any:
     """Import what a setting names: a registered name, or an import path `package.module:attribute`.
 
@@ -271,7 +283,7 @@ def guard_named(field: str, name: str, registered: Mapping[str, str]) -> Iterato
         raise
     except (Exception, SystemExit) as error:
         # Foreign code: whatever it raises.
-        names, why = ", ".join(sorted(registered)), f"{type(error).__name__}: {error_text(error)}"
+        names, why = ", ".join(sorted(registered)), f"{type(error).__name__}: {user_error_text(error)}"
         remedy = f"give a registered name ({names}) or an import path package.module:Class ({why}){suggest(name, registered)}"
         raise ConfigError(field, name, remedy) from error
 

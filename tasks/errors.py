@@ -16,12 +16,21 @@ RollmillError
 All of them are picklable. `printable` and `error_text` turn errors of user code into text that can be stored.
 """
 
+import os
 import re
+import sysconfig
+from pathlib import Path
 from reprlib import Repr
+from traceback import walk_tb
 
 # Errors are columns of rows: a scorer whose message has a whole conversation must not fill the data set.
 MAX_ERROR_CHARACTERS = 2000
 MAX_NAMED_TENSORS = 8
+# Folders of code that is not the user's.
+_INSTALLED = (
+    f"{Path(__file__).parents[1]}{os.sep}",
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
 # A wrong value may be a whole file, or YAML whose aliases repeat a list a million times.
 MAX_VALUE_CHARACTERS = 200
 _VALUES = Repr()
@@ -308,6 +317,29 @@ def error_text(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException) -> tuple[str, str]:
-    """Return the name of an error's type and its message, both safe to store in a row."""
+    """Return the name of an error's type and its message as `user_error_text` gives it, both safe to store in a row."""
     kind = error.kind if isinstance(error, ForeignError) else type(error).__name__
-    return printable(kind), error_text(error)
+    return printable(kind), user_error_text(error)
+
+
+def user_error_text(error: BaseException) -> str:
+    """Return an error's message as `error_text` does, and where in user code it was raised.
+
+    Example: "division by zero (rewards.py:12, in exact)". Rollmill's own errors have no place, nor has an error without a
+    frame of user code, which is any file that is neither Rollmill's nor installed with Python or with a package.
+    """
+    text, place = error_text(error), "" if isinstance(error, RollmillError) else _find_user_frame(error)
+    return f"{text[: MAX_ERROR_CHARACTERS - len(place)]}{place}"
+
+
+def _find_user_frame(error: BaseException) -> str:
+    """Return the innermost frame of user code in parentheses; empty without one."""
+    found = None
+    for frame, line in walk_tb(error.__traceback__):
+        if not frame.f_code.co_filename.startswith(("<", *_INSTALLED)):
+            found = frame.f_code, line
+    if found is None:
+        return ""
+    code, line = found
+    here = f"{Path.cwd()}{os.sep}"
+    return f" ({code.co_filename.removeprefix(here)}:{line}, in {code.co_name})"

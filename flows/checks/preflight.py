@@ -32,7 +32,7 @@ from rollmill.flows.environments import (
 )
 from rollmill.flows.recipe import download_model, start_model_folder
 from rollmill.flows.rules import check_sampling
-from rollmill.tasks.config import suggest
+from rollmill.tasks.config import find_plugins, suggest
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.problem_weights import check_problem_weight
 from rollmill.tasks.observe.sinks.sink_check import check_sinks
@@ -203,11 +203,14 @@ def _check_loss(train: TrainConfig, timeout_s: float) -> None:
     """
     if train.loss in HAS_RATIO:
         return
-    package = train.loss.partition(":")[0].partition(".")[0]
-    if ":" not in train.loss or not package or not find_spec(package):
+    plugins = find_plugins("losses")
+    path = plugins.get(train.loss, train.loss)
+    package = path.partition(":")[0].partition(".")[0]
+    if ":" not in path or not package or not find_spec(package):
+        names = (*HAS_RATIO, *plugins)
         remedy = (
-            f"give a loss of Rollmill's ({', '.join(HAS_RATIO)}) or an import path package.module:function "
-            f"(there is no module {package!r}){suggest(train.loss, HAS_RATIO)}"
+            f"give a loss by name ({', '.join(names)}) or an import path package.module:function "
+            f"(there is no module {package!r}){suggest(train.loss, names)}"
         )
         raise ConfigError("train.loss", train.loss, remedy)
     # The program prints null, or the arguments of a ConfigError.

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from rollmill.tasks.config import create_named, guard_named, import_named
+from rollmill.tasks.config import create_named, find_plugins, guard_named, import_named
 from rollmill.tasks.rollout.config import RolloutConfig
 
 Split = Literal["train", "held_out"]
@@ -202,13 +202,16 @@ def needs_worker(config: RolloutConfig) -> bool:
 def make_environment(config: RolloutConfig) -> Environment:
     """Create an environment in this process, from its registered name or its import path `package.module:Class`.
 
+    Names are those of Rollmill and those that installed distributions register.
+
     Raises:
         ConfigError: it cannot be imported, or not created from these settings.
     """
     field, name = "rollout.environment", config.environment
-    factory = import_named(field, LIBRARIES.get(environment_library(config), name), ENVIRONMENTS)
+    registered = {**find_plugins("environments"), **ENVIRONMENTS}
+    factory = import_named(field, LIBRARIES.get(environment_library(config), name), registered)
     if isinstance(factory, Configurable):
-        with guard_named(field, name, ENVIRONMENTS):
+        with guard_named(field, name, registered):
             return factory.from_config(config)
-    made: Environment = create_named(field, name, ENVIRONMENTS)
+    made: Environment = create_named(field, name, registered)
     return made

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from rollmill.tasks.config import suggest
-from rollmill.tasks.errors import ConfigError, ScoreError, error_text
+from rollmill.tasks.config import find_plugins, suggest
+from rollmill.tasks.errors import ConfigError, ScoreError, user_error_text
 from rollmill.tasks.score.score_function import load_object
 
 OfGroup: TypeAlias = Callable[[np.ndarray], Any]
@@ -148,10 +148,10 @@ def resolve_advantage(name: str) -> Advantage:
     if name in ADVANTAGES:
         return ADVANTAGES[name]
     try:
-        found = load_object(name)
+        found = load_object(find_plugins("advantages").get(name, name))
     except (Exception, SystemExit) as error:
         # The module is foreign code: whatever it raises.
-        raise _unknown_advantage(name, f"{type(error).__name__}: {error_text(error)}") from error
+        raise _unknown_advantage(name, f"{type(error).__name__}: {user_error_text(error)}") from error
     if not isinstance(found, Advantage):
         if not callable(found):
             raise _unknown_advantage(name, f"it is a {type(found).__name__}")
@@ -171,7 +171,7 @@ def _call_checked(name: str, function: Callable[..., Any], *arrays: np.ndarray) 
         advantages = np.asarray(function(*(each.copy() for each in arrays)), np.float64)
     except (Exception, SystemExit) as error:
         raise ScoreError(
-            f"score.advantage {name} raised {type(error).__name__}: {error_text(error)}"
+            f"score.advantage {name} raised {type(error).__name__}: {user_error_text(error)}"
         ) from error
     if advantages.shape != arrays[0].shape:
         expected = " x ".join(map(str, arrays[0].shape))
@@ -182,6 +182,9 @@ def _call_checked(name: str, function: Callable[..., Any], *arrays: np.ndarray) 
 
 
 def _unknown_advantage(name: str, why: str) -> ConfigError:
-    names = ", ".join(ADVANTAGES)
-    remedy = f"give a registered name ({names}) or an import path package.module:function ({why}){suggest(name, ADVANTAGES)}"
+    names = (*ADVANTAGES, *find_plugins("advantages"))
+    remedy = (
+        f"give a registered name ({', '.join(names)}) or an import path package.module:function "
+        f"({why}){suggest(name, names)}"
+    )
     return ConfigError("score.advantage", name, remedy)

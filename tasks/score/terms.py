@@ -8,8 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from rollmill.tasks.config import suggest
-from rollmill.tasks.errors import ConfigError, ScoreError, VerdictError, error_text
+from rollmill.tasks.config import find_plugins, suggest
+from rollmill.tasks.errors import ConfigError, ScoreError, VerdictError, user_error_text
 from rollmill.tasks.score.advantages import Advantage, resolve_advantage
 from rollmill.tasks.score.config import ScoreConfig
 from rollmill.tasks.score.credit import PositionRewards
@@ -99,18 +99,19 @@ def resolve_terms(config: ScoreConfig, scorer: str = "") -> RewardTerms:
 
 
 def _resolve_term(field: str, name: str, weight: float, config: ScoreConfig) -> ScorerTerm:
-    path = SCORERS.get(name, name)
+    registered = {**find_plugins("scorers"), **SCORERS}
+    path = registered.get(name, name)
     try:
         function = load_function(path, lambda: config)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
         # The module and the class are foreign code: whatever they raise.
-        names = ", ".join(sorted(SCORERS))
+        names = ", ".join(sorted(registered))
         remedy = (
             f"give a registered name ({names}) or an import path package.module:attribute of a function, or of a "
-            f"class that is made without arguments or has `from_config` ({type(error).__name__}: {error_text(error)})"
-            f"{suggest(name, SCORERS)}"
+            f"class that is made without arguments or has `from_config` ({type(error).__name__}: {user_error_text(error)})"
+            f"{suggest(name, registered)}"
         )
         raise ConfigError(field, name, remedy) from error
     for what, value in (("name", function.name), ("version", function.version)):

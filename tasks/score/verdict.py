@@ -3,12 +3,11 @@
 import math
 import operator
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, SupportsFloat, SupportsIndex
 
-from rollmill.tasks.errors import RollmillError, VerdictError, error_text, printable
+from rollmill.tasks.errors import VerdictError, printable, user_error_text
 from rollmill.tasks.score.scorer import DropGroup, Dropped, Reward
 
 # The column `subgroup` is an int32.
@@ -40,13 +39,8 @@ class ScoreVerdict:
 
 def verdict_from_error(error: BaseException, duration_s: float = 0.0) -> ScoreVerdict:
     """Return the failed verdict for a scorer's exception; the text has file and line if user code raised it."""
-    text = error_text(error)
-    # Our own errors name what is wrong; an error of user code needs the place in the user's file.
-    frames = traceback.extract_tb(error.__traceback__)
-    if frames and not isinstance(error, RollmillError):
-        text = f"{text} ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})"
     return ScoreVerdict(
-        "failed", error_type=type(error).__name__, error=printable(text), duration_s=duration_s
+        "failed", error_type=type(error).__name__, error=user_error_text(error), duration_s=duration_s
     )
 
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from rollmill.tasks.config import suggest
-from rollmill.tasks.errors import BatchRefusedError, ConfigError, error_text
+from rollmill.tasks.config import find_plugins, suggest
+from rollmill.tasks.errors import BatchRefusedError, ConfigError, user_error_text
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.deepspeed_engine import Forward
 from rollmill.tasks.train.objective.importance import ImportanceWeights, importance_weights
@@ -73,13 +73,13 @@ def build_loss(config: TrainConfig) -> tuple[Loss, bool]:
 
 def _import_loss(path: str) -> Callable[..., Any]:
     """Return the function at an import path package.module:function; ConfigError if there is none."""
-    module, _, attribute = path.partition(":")
+    module, _, attribute = find_plugins("losses").get(path, path).partition(":")
     cause: BaseException | None = None
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
         why = "" if callable(function) else f"it is a {type(function).__name__}"
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the module is foreign code: whatever it raises
-        why, cause = f"{type(error).__name__}: {error_text(error)}", error
+        why, cause = f"{type(error).__name__}: {user_error_text(error)}", error
     if why:
         names = ", ".join(LOSSES)
         remedy = f"give a loss of Rollmill's ({names}) or an import path package.module:function ({why}){suggest(path, LOSSES)}"
@@ -99,7 +99,7 @@ def _try_loss(path: str, loss: Loss) -> None:
         raise ConfigError(
             "train.loss",
             path,
-            f"tried on three tokens, it raised {type(error).__name__}: {error_text(error)}",
+            f"tried on three tokens, it raised {type(error).__name__}: {user_error_text(error)}",
         ) from error
     if not isinstance(given, TokenLoss) or any(
         not torch.is_tensor(each) or each.shape != logprobs.shape for each in given
