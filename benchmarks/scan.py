@@ -79,8 +79,9 @@ def rows_of_step(step: int) -> Iterator[tuple[str, pa.RecordBatch]]:
     rewards = np.random.default_rng(step).random(GROUPS)
     by_group = {"group": np.unique(groups), "reward_mean": rewards, "reason": [""] * GROUPS}
     yield partition_folder("groups", where), make_rows("groups", GROUPS, step, **by_group)
+    own = {"source": [""] * n, "source_step": [step] * n}
     yield partition_folder("plans", where), make_rows("plans", 1, step, problems=[[]])
-    yield partition_folder("batches", where), make_rows("batches", n, step, **ids)
+    yield partition_folder("batches", where), make_rows("batches", n, step, **ids, **own)
     names = ["train/updated", "time/step_s", "drops/trajectories"]
     names += [f"stage/metric_{i}" for i in range(N_METRICS - len(names))]
     yield (

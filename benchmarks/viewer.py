@@ -122,6 +122,8 @@ class MadeUpStep:
             "scorer": ["addition@1"] * len(trained),
             "advantage": self._random.normal(size=len(trained)).astype(np.float32),
             "token_advantages": [[]] * len(trained),
+            "source": [""] * len(trained),
+            "source_step": [self._step] * len(trained),
         }
         return make_rows("batches", len(trained), self._step, **columns)
 

@@ -153,10 +153,12 @@ def _number(section: dict[str, Any]) -> dict[str, Any]:
 _NOT_EVALUATED = {
     name for name, is_fixed in settings().items() if name.startswith("train.") and not is_fixed
 } - {"train.command_timeout_s"}
-_NOT_SAMPLED = {f"rollout.{name}" for name in ("max_staleness", "max_refill_groups", "trajectories_per_task")}
+_NOT_SAMPLED = {
+    f"rollout.{name}" for name in ("replay", "max_staleness", "max_refill_groups", "trajectories_per_task")
+}
 
 POST_TRAIN = RunForm(RunConfig, frozenset({"retrain"}))
-COLLECT = RunForm(RunConfig, UNREAD_BY_COLLECT)
+COLLECT = RunForm(RunConfig, UNREAD_BY_COLLECT | {"rollout.replay"})
 EVALUATE = RunForm(RunConfig, frozenset({"checkpoint", "sync", "retrain", *_NOT_EVALUATED}))
 RETRAIN = RunForm(RunConfig, frozenset({"environments", *_NOT_SAMPLED}))
 RESCORE = RunForm(RescoreConfig)

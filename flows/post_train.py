@@ -6,15 +6,18 @@ train_step      applies the step's batch
 sync_weights    brings the new weights to the vLLM servers; then the next step begins
 """
 
+import asyncio
+
 from prefect import flow
 
 from rollmill.flows.failure import one_error
 from rollmill.flows.forms import PostTrainSettings
+from rollmill.flows.offline.retrain_sources import check_replay_sources, check_tokenizers
 from rollmill.flows.policies.checkpointing import drop_old_routing
 from rollmill.flows.policies.run_policy import open_policy, restore_policy
 from rollmill.flows.prefect_integration.leftovers import mark_cancelled
 from rollmill.flows.prefect_integration.private_prefect import end_in_order, pause_between_steps
-from rollmill.flows.run.folder import RunName
+from rollmill.flows.run.folder import RunName, run_folder
 from rollmill.flows.run.live_run import open_run
 from rollmill.flows.start_model import check_start, ensure_start_model
 from rollmill.flows.step.overlap import StepPipeline
@@ -41,12 +44,18 @@ async def post_train(run_name: RunName, config: PostTrainSettings, redo_failed: 
     """
     with end_in_order(), one_error(), pause_between_steps(config.steps) as pauses:
         await check_start(run_name, config)
+        with span("planning"):
+            sources = await asyncio.to_thread(check_replay_sources, run_folder(run_name, config), config)
         model = await ensure_start_model(config)
+        # The start model may have been made just now.
+        check_tokenizers(config, [each.folder for each in sources], "rollout.replay.sources")
         async with (
             open_run(run_name, config, model, redo_failed=redo_failed) as run,
             open_policy(run) as policy,
             StepPipeline(run) as pipeline,
         ):
+            if sources:
+                run.store.keep_sources(sources)
             restored = await restore_policy(policy)
             # A process that was killed between a checkpoint and this removal left old rows.
             await drop_old_routing(run, restored.version)

@@ -48,13 +48,13 @@ async def retrain(run_name: RunName, config: RetrainSettings) -> str:
             await asyncio.to_thread(check_offline, config)
             # A source may have been replaced by another run since an earlier attempt at this run.
             await asyncio.to_thread(check_sources, run_folder(run_name, config))
-            altered = await asyncio.to_thread(check_source_sampling, config)
+            altered = await asyncio.to_thread(check_source_sampling, config, config.retrain.sources)
             sources = await asyncio.to_thread(lambda: read_sources(map(find_run, config.retrain.sources)))
             # Before any service starts: a run without a trainable group ends here.
             pool = await asyncio.to_thread(GroupPool.read, config)
         model = await ensure_start_model(config)
         # The start model may have been made just now.
-        check_tokenizers(config)
+        check_tokenizers(config, config.retrain.sources)
         report_pool(pool, config)
         if line := describe_altered(altered):
             say(line)

@@ -40,12 +40,13 @@ def _check_rules(config: RunConfig, rules: Iterable[Rule]) -> None:
 
 
 def check_sampling(config: RunConfig) -> None:
-    """Refuse to train on rollouts whose sampling nothing corrects for (`check_correction`).
+    """Refuse to train on rollouts whose sampling nothing corrects for (`check_correction`, `_check_replay`).
 
     The sampling settings of a run that trains from stored rollouts are those of its evaluations alone.
     """
     if not config.retrain.sources:
         check_correction(config.train, list_altered(config))
+        _check_replay(config)
 
 
 def check_correction(train: TrainConfig, altered: Sequence[str]) -> None:
@@ -81,6 +82,26 @@ def check_correction(train: TrainConfig, altered: Sequence[str]) -> None:
     if level == "sequence_mean":
         remedy = f"{why}, and a geometric mean over the answer does not correct that; set it to token, {undo}"
         raise ConfigError("train.importance.level", level, remedy)
+
+
+def _check_replay(config: RunConfig) -> None:
+    """Refuse stored groups in a step, which earlier policies sampled, if no ratio to these policies is in the gradient."""
+    train, share = config.train, config.rollout.replay.share
+    if not share:
+        return
+    if train.replay_routing:
+        remedy = (
+            "stored groups have no routed experts any more: set it to false, or rollout.replay.share to 0"
+        )
+        raise ConfigError("train.replay_routing", True, remedy)
+    has_ratio = HAS_RATIO.get(train.loss, True)
+    if train.importance.mode == "none" and not (has_ratio and train.old_logprobs == "sampler"):
+        and_old = "" if has_ratio else f", since the loss {train.loss} has no ratio"
+        remedy = (
+            f"rollout.replay.share = {share:g}: earlier policies sampled the stored groups; set it to truncated{and_old}, so that each "
+            "token is weighted by the ratio of both policies (docs/rollouts.md)"
+        )
+        raise ConfigError("train.importance.mode", train.importance.mode, remedy)
 
 
 def describe_altered(altered: Sequence[str]) -> str:

@@ -27,6 +27,7 @@ from rollmill.flows.run.folder import check_resumable, run_folder
 from rollmill.flows.run.trainer_program import run_trainer_program
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.problem_weights import check_problem_weight
+from rollmill.tasks.look.tables.stored_groups import check_choice
 from rollmill.tasks.observe.spans import span
 from rollmill.tasks.rollout.chat_tokenizer import (
     ChatTokenizer,
@@ -73,6 +74,7 @@ async def check_start(run_name: str, config: RunConfig, *, samples: bool = True,
             for name, each in environment_configs(config).items():
                 with name_environment(config, name):
                     check_problem_weight(each.rollout.problem_weight)
+                    check_choice(each.rollout.replay.where, each.rollout.replay.order_by)
                     check_scorer(each.score, each.evaluate.scorer)
         await check_machine(config, samples=samples, trains=trains)
         # `open_run` checks this again, under the lock; a wrong setting must not cost the training of a start model first.

@@ -35,6 +35,7 @@ from rollmill.flows.rules import check_sampling
 from rollmill.tasks.config import find_plugins, suggest
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.problem_weights import check_problem_weight
+from rollmill.tasks.look.tables.stored_groups import check_choice
 from rollmill.tasks.observe.sinks.sink_check import check_sinks
 from rollmill.tasks.processes.gpus import read_gpus
 from rollmill.tasks.processes.python_child import child_environment, python_command
@@ -97,6 +98,7 @@ def preflight(config: RunConfig, *, samples: bool = True, trains: bool = True) -
         with name_environment(config, name):
             if samples:
                 check_problem_weight(each.rollout.problem_weight)
+                check_choice(each.rollout.replay.where, each.rollout.replay.order_by)
             if samples and (found := _check_stages(each, group_shares(config).most_per_step(at))):
                 tried.append(found)
     # An attached trainer may have a loss's package that is missing here.

@@ -57,8 +57,8 @@ def _run(compared: AbComparison, *, only_estimate: bool, limit: int, prints_json
 
     if not only_estimate:
         for arm in compared.arms:
-            check_source_sampling(arm.config)
-            check_tokenizers(arm.config)
+            check_source_sampling(arm.config, arm.config.retrain.sources)
+            check_tokenizers(arm.config, arm.config.retrain.sources)
             preflight(arm.config)
     # The flows print their summaries.
     with redirect_stdout(sys.stderr) if prints_json else nullcontext():

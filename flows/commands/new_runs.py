@@ -11,6 +11,7 @@ from rollmill.flows.commands.flow_process import run_flow
 from rollmill.flows.config import RunConfig
 from rollmill.flows.offline.retrain_sources import (
     check_offline,
+    check_replay_sources,
     check_source_sampling,
     check_tokenizers,
     find_source_steps,
@@ -76,6 +77,8 @@ def run_here(
 
     for warning in list_warnings(config):
         typer.echo(f"rollmill: warning: {warning}", err=True)
+    if not again:
+        check_replay_sources(run_folder(name, config), config)
     if not is_checked:
         preflight(config)
     run_in_folder(call, name, config, again=again)
@@ -128,8 +131,8 @@ def retrain_here(config: RunConfig, name: str, *, again: bool) -> None:
         check_sources(run_folder(name, config))
     find_source_steps(config)
     check_offline(config)
-    check_source_sampling(config)
-    check_tokenizers(config)
+    check_source_sampling(config, config.retrain.sources)
+    check_tokenizers(config, config.retrain.sources)
     # Both would write to the folder that they read.
     if run_folder(name, config).absolute in config.retrain.sources:
         raise ConfigError("--name", name, "a run cannot train from itself; give another name")

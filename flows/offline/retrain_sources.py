@@ -1,23 +1,33 @@
-"""The source runs of the flow retrain: which of their steps are used, and checks before anything starts."""
+"""The runs whose stored rollouts another run trains on: which of their steps are used, and checks before anything starts."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from rollmill.flows.config import RunConfig
+from rollmill.flows.environments import environment_configs
 from rollmill.flows.recipe import start_model_folder, stored_model_folder
 from rollmill.flows.rules import check_correction
 from rollmill.flows.run.folder import find_run
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.run_frames import RunFrames
+from rollmill.tasks.look.tables.stored_groups import read_stored_groups
 from rollmill.tasks.rollout.config import SamplingConfig
 from rollmill.tasks.score.advantages import resolve_advantage
+from rollmill.tasks.score.config import ScoreConfig
+from rollmill.tasks.score.scoring import combined_key
 from rollmill.tasks.score.terms import check_scorer, resolve_terms
 from rollmill.tasks.store.folders import POLICIES, RunFolder
 from rollmill.tasks.store.logprob_rows import teacher_identity
 from rollmill.tasks.store.reader import list_policies, list_scorers, list_steps, read
-from rollmill.tasks.store.run.manifest import read_manifest
+from rollmill.tasks.store.run.manifest import TrainingSource, check_sources, read_manifest, read_sources
 from rollmill.tasks.store.run.resume import list_done_steps
+
+
+def scorer_key(config: ScoreConfig) -> str:
+    """Return NAME@VERSION of the scorer that the settings name."""
+    scorer = resolve_terms(config)
+    return f"{scorer.name}@{scorer.version}"
 
 
 def check_offline(config: RunConfig) -> None:
@@ -35,8 +45,7 @@ def check_offline(config: RunConfig) -> None:
     if not config.evaluate.every:
         return
     check_scorer(config.score, config.evaluate.scorer)
-    scorer = resolve_terms(config.score)
-    key = f"{scorer.name}@{scorer.version}"
+    key = scorer_key(config.score)
     if not config.evaluate.scorer and key != config.retrain.scores:
         remedy = (
             f"held-out trajectories would be scored by {key}: set score.scorer to the scorer of these scores, name "
@@ -45,14 +54,53 @@ def check_offline(config: RunConfig) -> None:
         raise ConfigError("retrain.scores", config.retrain.scores, remedy)
 
 
-def check_source_sampling(config: RunConfig) -> list[str]:
+def check_replay_sources(folder: RunFolder, config: RunConfig) -> tuple[TrainingSource, ...]:
+    """Check the runs of rollout.replay.sources, and return their ids and folders; none with rollout.replay.share 0.
+
+    `folder` is that of the run that trains on them.
+
+    Raises:
+        ConfigError: a source is no run, is another one than when the run began, has no scores by the run's scorer, has no step whose
+            sampler's log-probabilities are known, or sampled from another distribution than the trained one without a correction.
+    """
+    field, given = "rollout.replay.sources", config.rollout.replay.sources
+    if not (given and config.rollout.replay.share):
+        return ()
+    check_sources(folder, field)
+    keys = {name: scorer_key(each.score) for name, each in environment_configs(config).items()}
+    scorer, sources = combined_key(keys), []
+    for each in given:
+        try:
+            sources.append(source := find_run(each))
+        except ConfigError as error:
+            raise ConfigError(field, each, error.remedy) from error
+        if source.absolute == folder.absolute:
+            raise ConfigError(field, each, "a run draws from its own earlier steps anyway: leave it out")
+        if scorer not in (there_are := list_scorers(source)):
+            remedy = (
+                f"its groups need scores by the run's scorer, {scorer}, and it has those of {', '.join(there_are) or 'none'}: "
+                "`rollmill rescore` makes others"
+            )
+            raise ConfigError(field, each, remedy)
+        steps = list_done_steps(source, read_manifest(source))
+        if steps and not any(len(read_stored_groups(source, scorer, step)) for step in steps):
+            remedy = (
+                "its trajectories were imported, without the log-probabilities of their sampler, for which nothing could correct: "
+                "`rollmill retrain` with train.old_logprobs=trainer trains on them"
+            )
+            raise ConfigError(field, each, remedy)
+    check_source_sampling(config, given)
+    return read_sources(sources)
+
+
+def check_source_sampling(config: RunConfig, sources: Sequence[str]) -> list[str]:
     """Return the settings, with their values, by which sources sampled from another distribution than the trained one.
 
     Raises:
         ConfigError: there are some, and no importance weights correct for that.
     """
     altered: set[str] = set()
-    for source in map(find_run, config.retrain.sources):
+    for source in map(find_run, sources):
         stored = read_manifest(source).config
         for entry in stored.get("environments") or [{}]:
             # A run that is older than these settings has none.
@@ -133,14 +181,14 @@ def check_teacher_rows(teacher: str, ids: Mapping[tuple[str, int], Collection[st
         raise ConfigError("train.kl.teacher", teacher, remedy)
 
 
-def check_tokenizers(config: RunConfig) -> None:
+def check_tokenizers(config: RunConfig, sources: Sequence[str], field: str = "retrain.sources") -> None:
     """Refuse sources whose vocabulary differs from the start model's; missing models are not compared.
 
     Raises:
-        ConfigError: names the source, and both models.
+        ConfigError: names the source, and both models; `field` is the setting that has it.
     """
     ours = start_model_folder(config)
-    for source in map(find_run, config.retrain.sources):
+    for source in map(find_run, sources):
         try:
             theirs = stored_model_folder(read_manifest(source).config)
         except ValueError:
@@ -150,7 +198,7 @@ def check_tokenizers(config: RunConfig) -> None:
         # Tokenizers with other pre-tokenization or templates are fine: stored token ids are used as they are.
         if all(vocabularies) and vocabularies[0] != vocabularies[1]:
             remedy = f"its rollouts have tokens of {theirs}, whose vocabulary differs from that of the start model {ours}"
-            raise ConfigError("retrain.sources", source.location, remedy)
+            raise ConfigError(field, source.location, remedy)
 
 
 def read_vocabulary(path: Path) -> list[object]:

@@ -13,7 +13,7 @@ from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import list_steps, read
 from rollmill.tasks.store.rows import Rows, column_values, no_rows, rows_from_table
 from rollmill.tasks.store.run.fork_copy import copy_partition
-from rollmill.tasks.store.run.group_ranges import group_numbers, read_plan
+from rollmill.tasks.store.run.group_ranges import group_numbers, read_plan, replayed_groups
 from rollmill.tasks.store.run.manifest import Manifest, write_manifest
 from rollmill.tasks.store.run.step_plan import GroupPlan, StoredStep, plan_step
 
@@ -86,6 +86,12 @@ def copy_step(source: RunFolder, manifest: Manifest, config: RunConfig, step: in
     files = open_files(folder)
     write_manifest(files, replace(manifest, config=config.model_dump(mode="json"), status="running"), None)
     copy_partition(source, folder, "plans", step=step)
+    # The batch has the stored groups of earlier steps too.
+    for each in {
+        stored.step for stored in replayed_groups(read_plan(source, step)).values() if not stored.source
+    }:
+        for dataset in ("rollouts", "scores", "groups"):
+            copy_partition(source, folder, dataset, step=each)
     # Whose log-probabilities are stored by the end of a step's rollouts.
     if config.train.kl.reference == "deployment":
         copy_partition(source, folder, "logprobs", policy="reference", step=step)

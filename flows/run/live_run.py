@@ -21,6 +21,7 @@ from rollmill.flows.rules import describe_altered
 from rollmill.flows.run.folder import run_folder
 from rollmill.flows.run.lineage_events import send_lineage_events
 from rollmill.flows.run.problem_choice import ProblemChoice
+from rollmill.flows.run.replay_choice import ReplayChoice
 from rollmill.flows.run.rollout_logprobs import LogprobRecomputation, ReferenceDeployment, open_reference
 from rollmill.flows.run.run_environment import RunEnvironment, open_environments
 from rollmill.flows.run.run_sinks import open_sinks, open_span_sink
@@ -96,6 +97,7 @@ class Run(TrainingRun):
         redo_failed: sample failed trajectories of unfinished steps again.
         recomputing: sends rollouts to the trainer for its log-probabilities; None with train.old_logprobs: sampler.
         problems: chooses the problem of each group.
+        replay: chooses stored groups that steps train on again.
     """
 
     environments: tuple[RunEnvironment, ...]
@@ -105,11 +107,15 @@ class Run(TrainingRun):
     redo_failed: bool = False
     recomputing: LogprobRecomputation | None = None
     problems: ProblemChoice = field(init=False)
+    replay: ReplayChoice = field(init=False)
 
     def __post_init__(self) -> None:
         chosen = ProblemChoice(self.folder, self.config, self.shares, self.environments)
         # The only way to set a field of a frozen instance.
         object.__setattr__(self, "problems", chosen)
+        score_of = {each.name: each.config.score for each in self.environments}
+        replay = ReplayChoice(self.folder, self.config, self.scores_key, score_of)
+        object.__setattr__(self, "replay", replay)
 
     @property
     def shares(self) -> GroupShares:

@@ -22,9 +22,12 @@ from rollmill.tasks.observe.sinks.metric_sinks import make_points
 from rollmill.tasks.observe.spans import record_span, span
 from rollmill.tasks.observe.step_clock import StepClock
 from rollmill.tasks.rollout.remote_environment import RemoteEnvironment
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.group_draw import StoredGroup
 from rollmill.tasks.store.reader import scan
-from rollmill.tasks.store.run.group_ranges import group_numbers, read_plan
+from rollmill.tasks.store.run.group_ranges import group_numbers, read_plan, replayed_groups
 from rollmill.tasks.store.schemas import make_batch
+from rollmill.tasks.store.stored_batch import select_own_rows
 from rollmill.tasks.train.service.commands import StepResult
 
 
@@ -63,6 +66,8 @@ async def report_step(
     cut = f"{n_cut} prompts cut so far" if n_cut else ""
     if any(each.keeps_end for each in limits):
         values["rollout/cut_prompts_so_far"] = float(n_cut)
+    n_replayed = next((each.value for each in measured if each.name == "rollout/replayed_groups"), None)
+    replayed = "" if n_replayed is None else f"{n_replayed:.0f} stored groups"
     own = [*measured, *(Metric(name, ALL, "value", value) for name, value in values.items())]
     services = [*scoring_metrics(run.environments), *run.pool.metrics()]
     await store_step(run, step, [*metrics, *own, *services], clock)
@@ -71,7 +76,7 @@ async def report_step(
         reward=reward,
         tokens_per_s=n_tokens / collected.seconds,
         seconds=clock.elapsed_s,
-        dropped=", ".join(filter(None, (drop_line(dropped), cut))),
+        dropped=", ".join(filter(None, (replayed, drop_line(dropped), cut))),
     )
     run.artifacts.step_done(step, run.scores_key, collected.task_run_id)
     # Prefect keeps what ended task runs returned until the flow ends, and memory would grow with each step.
@@ -81,9 +86,12 @@ async def report_step(
 def _measure(run: Run, step: int) -> tuple[list[Metric], pl.DataFrame]:
     """Compute a step's metrics, of each environment too if there are several, and the rows of `find_drops`."""
     stored = StoredStepRows.read(run.folder, step, run.scores_key)
-    refills = group_numbers([each for each in read_plan(run.folder, step) if each.reason == "refill"])
+    plan = read_plan(run.folder, step)
+    refills = group_numbers([each for each in plan if each.reason == "refill"])
     fates = find_drops(stored, train_truncated=run.config.score.train_truncated)
     metrics = [*_measure_rows(stored.rollouts, stored.groups, refills, ALL), *drop_metrics(fates)]
+    if replayed := replayed_groups(plan).values():
+        metrics += _measure_replay(run.folder, step, [each for each in replayed if not each.source])
     names = [each.name for each in run.environments]
     for env in names if len(names) > 1 else ():
         of_env = pl.col("env") == env
@@ -107,6 +115,17 @@ def _measure_rows(
         "rollout/refill_trajectories": float(rollouts["group"].is_in(refills).sum()),
     }
     yield from (Metric(name, env, "value", value) for name, value in measured.items())
+
+
+def _measure_replay(folder: RunFolder, step: int, own: Sequence[StoredGroup]) -> Iterator[Metric]:
+    """Yield the metrics of the stored groups that a step trained on; `own` are those that the run itself sampled."""
+    batch = scan(folder, "batches", ["step", "group", "source", "source_step"], step=step)
+    fresh = select_own_rows(batch).select(pl.col("group").n_unique()).collect().item()
+    n = batch.select(pl.col("group").n_unique()).collect().item() - fresh
+    measured = {"rollout/replayed_groups": float(n), "rollout/replayed_share": n / max(1, n + fresh)}
+    if own:
+        measured["rollout/replayed_steps_ago"] = float(np.mean([step - each.step for each in own]))
+    yield from (Metric(name, ALL, "value", value) for name, value in measured.items())
 
 
 async def store_step(run: TrainingRun, step: int, metrics: Sequence[Metric], clock: StepClock) -> None:

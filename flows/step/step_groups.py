@@ -23,6 +23,7 @@ from rollmill.tasks.store.run.group_ranges import (
     drawn_problems,
     ensure_plan,
     make_plan_rows,
+    replayed_groups,
 )
 from rollmill.tasks.store.run.step_plan import GroupPlan, StepPlan, StoredStep, plan_step
 from rollmill.tasks.store.stored_batch import read_batch_digest
@@ -85,7 +86,8 @@ class Refills:
 
     def lacking(self, outcomes: Sequence[GroupOutcome]) -> str:
         """Return a log line if a step has fewer trainable groups than configured after all its refills; else empty."""
-        n_wanted = self._run.config.rollout.groups_per_step
+        # Of the planned groups, those in whose place stored ones are need no refill.
+        n_wanted = self._run.config.rollout.groups_per_step - len(replayed_groups(self._ranges))
         n_trained = len({outcome.group for outcome in outcomes if not outcome.reason})
         if not self._most or n_trained >= n_wanted:
             return ""
@@ -97,7 +99,13 @@ class Refills:
 
 async def plan_ranges(run: Run, step: int) -> Sequence[GroupRange]:
     """Return the stored ranges of a step's group numbers, refills included; plan and store the first if there is none."""
-    return await ensure_plan(run.folder, run.store.writer, run.problems.plan, run=run.id, step=step)
+
+    def plan(step: int) -> Sequence[GroupRange]:
+        planned = run.problems.plan(step)
+        # A run of the flow collect trains on nothing.
+        return (planned, *(run.replay.plan(step, planned) if run.store.manifest.trains else ()))
+
+    return await ensure_plan(run.folder, run.store.writer, plan, run=run.id, step=step)
 
 
 async def plan_groups(run: Run, step: int, groups: Sequence[int]) -> StepPlan:
@@ -150,10 +158,14 @@ async def store_group_outcomes(
 
 
 async def store_batch(run: Run, step: int, outcomes: Sequence[GroupOutcome]) -> str:
-    """Select the trajectories that the step is trained on, and store them as its batch; return the batch's digest."""
+    """Select the trajectories that the step is trained on, and store them as its batch; return the batch's digest.
+
+    These are those of the step's outcomes, and of the stored groups in its plan.
+    """
     with span("storing"):
-        settled = await asyncio.to_thread(compute_batch_advantages, run.config.score, outcomes)
-        rows = batch_rows(run.id, step, settled, run.scores_key)
+        stored, origins = await asyncio.to_thread(run.replay.read_outcomes, step)
+        settled = await asyncio.to_thread(compute_batch_advantages, run.config.score, [*outcomes, *stored])
+        rows = batch_rows(run.id, step, settled, run.scores_key, origins)
         await run.store.writer.append("batches", rows, step=step)
         # From the stored rows and not from memory: the trainer compares the digest with what it reads.
         return await asyncio.to_thread(read_batch_digest, run.folder, step)

@@ -173,6 +173,32 @@ class SamplingConfig(StageConfig):
         }
 
 
+class ReplayConfig(StageConfig):
+    """Settings of stored groups that steps train on again, mixed with those that they sample."""
+
+    share: float = setting(
+        0.0,
+        "Share of a step's groups that are stored ones instead of newly sampled ones, as far as there are so many; 0: none.",
+        ge=0.0,
+        lt=1.0,
+    )
+    sources: tuple[str, ...] = setting(
+        (),
+        "Further runs whose groups are drawn, besides those of the run's own earlier steps: folders, or s3://bucket/prefix. They need "
+        "scores by the run's scorer.",
+        fixed=True,
+    )
+    where: str = setting(
+        "",
+        "Condition in SQL on the stored groups to draw from, such as `steps_ago <= 20 and replays < 2` (docs/rollouts.md has the "
+        "columns); empty: all that can be trained on.",
+    )
+    order_by: str = setting(
+        "",
+        "Keys in SQL by which a step takes stored groups, such as `replays, reward_std desc`; empty: in random order.",
+    )
+
+
 class AgentConfig(StageConfig):
     """Settings of the environment `agent`."""
 
@@ -242,6 +268,7 @@ class RolloutConfig(StageConfig):
         "coalesce(reward_std, 1) + 0.05; empty: each problem once an epoch. It has the columns problem, visits, steps_ago, reward, "
         "reward_std and tokens, of the run's earlier steps; all but problem and visits are null before the first visit.",
     )
+    replay: ReplayConfig = setting(ReplayConfig(), "Stored groups in the steps.")
     longest_first: bool = setting(
         False,
         "Begin a step with the groups whose problems had the longest trajectories at earlier visits, so that fewer slots are idle at "

@@ -100,10 +100,12 @@ def recompute_advantages(
     config: ScoreConfig,
     *,
     only: Collection[int] | None = None,
+    field: str = "retrain.scores",
 ) -> dict[int, tuple[GroupOutcome, ...]]:
     """Compute the outcomes, with advantages, of a step's groups from a scorer's stored rewards.
 
-    Groups that are unfinished or have no score are left out; `only` limits the result to groups with these numbers. `scorer` is NAME@VERSION.
+    Groups that are unfinished or have no score are left out; `only` limits the result to groups with these numbers. `scorer` is NAME@VERSION, `field` the
+    setting that an error names.
 
     Raises:
         ConfigError: a group is scored only in part.
@@ -122,7 +124,7 @@ def recompute_advantages(
             f"{n_unscored} trajectories of step {step} of {folder.location} have no score by it, and others of their "
             "groups have; `rollmill rescore` scores the rest"
         )
-        raise ConfigError("retrain.scores", scorer, remedy)
+        raise ConfigError(field, scorer, remedy)
     sizes = read_group_sizes(folder, step)
     try:
         return _compute_groups(rollouts, scores, numbers, sizes, config)

@@ -1,6 +1,7 @@
 """Versions of the data sets' schemas: which are read, and what rows of an older one lack."""
 
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import pyarrow as pa
 
@@ -10,8 +11,10 @@ from rollmill.tasks.store.schemas import SCHEMA_VERSION, dataset_schema, schema_
 OLDEST_SCHEMA_VERSION = 2
 """Oldest version that is read; what its rows lack is filled with ADDED_COLUMNS."""
 
+Value: TypeAlias = str | int | tuple[int, ...]
+
 # Value, in every row of an older version, of each column that a version added.
-_ADDED_TO_SAMPLED: Mapping[str, Sequence[int]] = {
+_ADDED_TO_SAMPLED: Mapping[str, Value] = {
     "message_segments": (),
     "segment_starts": (0,),
     "segment_parents": (-1,),
@@ -21,8 +24,8 @@ _ADDED_TO_SAMPLED: Mapping[str, Sequence[int]] = {
     "turn_tokens": (),
     "turn_messages": (),
 }
-_ADDED_TO_SCORED: Mapping[str, Sequence[int]] = {"turn_rewards": (), "token_rewards": ()}
-_ADDED_IN: Mapping[int, Mapping[str, Mapping[str, Sequence[int]]]] = {
+_ADDED_TO_SCORED: Mapping[str, Value] = {"turn_rewards": (), "token_rewards": ()}
+_ADDED_IN: Mapping[int, Mapping[str, Mapping[str, Value]]] = {
     3: {
         "rollouts": _ADDED_TO_SAMPLED,
         "evaluations": _ADDED_TO_SAMPLED,
@@ -31,8 +34,12 @@ _ADDED_IN: Mapping[int, Mapping[str, Mapping[str, Sequence[int]]]] = {
         "batches": {"token_advantages": ()},
     },
     4: {"plans": {"problems": ()}},
+    5: {"plans": {"source": "", "source_step": -1, "source_group": -1}},
 }
-ADDED_COLUMNS = {dataset: columns for added in _ADDED_IN.values() for dataset, columns in added.items()}
+ADDED_COLUMNS: Mapping[str, Mapping[str, Value]] = {
+    dataset: {name: value for added in _ADDED_IN.values() for name, value in added.get(dataset, {}).items()}
+    for dataset in {dataset: None for added in _ADDED_IN.values() for dataset in added}
+}
 """By data set, the columns that a version after the oldest one added, each with its value in older rows."""
 
 
@@ -52,7 +59,7 @@ def fill_added_columns(dataset: str, rows: pa.Table, names: Sequence[str]) -> pa
     """Return rows with the columns `names`; those that rows of an older version lack have the value of ADDED_COLUMNS."""
     for name in names:
         if name not in rows.column_names:
-            field, value = dataset_schema(dataset).field(name), list(ADDED_COLUMNS[dataset][name])
+            field, value = dataset_schema(dataset).field(name), ADDED_COLUMNS[dataset][name]
             rows = rows.append_column(field, pa.array([value] * rows.num_rows, field.type))
     return rows.select(names)
 

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from rollmill.tasks.errors import SchemaError
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 # Statuses of rollouts that are scored.
 SCORABLE_STATUSES = ("complete", "truncated")
 # Statuses of rollouts without a result; they are sampled again only when a user asks for it.
@@ -200,7 +200,9 @@ SCHEMAS: Mapping[str, pa.Schema] = {
         _STEP,
         _column("first_group", pa.int64(), "first group number of the range"),
         _column("n_groups", pa.int32(), "groups in the range"),
-        _column("reason", pa.string(), "plan | refill"),
+        _column(
+            "reason", pa.string(), "plan | refill | replay: a stored group takes the place of a planned one"
+        ),
         _column(
             "problems",
             _INT64_LIST,
@@ -208,6 +210,9 @@ SCHEMAS: Mapping[str, pa.Schema] = {
             "empty: it follows from the group's number",
             shape="[n_groups] or [0]",
         ),
+        _column("source", pa.string(), "of replay: folder of the run that stores the group; empty: this run"),
+        _column("source_step", pa.int32(), "of replay: step under which the group is stored; else -1"),
+        _column("source_group", pa.int64(), "of replay: number of the group there; else -1"),
     ),
     "rollouts": _schema("rollouts", _RUN, _STEP, _GROUP, _SAMPLE, *_SAMPLED),
     "routing": _schema(

@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -37,6 +38,14 @@ def batch_digest(rows: pa.Table) -> str:
 def read_batch_digest(folder: RunFolder, step: int) -> str:
     """Read the stored batch of a step and compute its digest, 64 hex digits; see `batch_digest`."""
     return batch_digest(read(folder, "batches", step=step))
+
+
+def select_own_rows(batches: pl.LazyFrame) -> pl.LazyFrame:
+    """Select the rows of `batches` whose trajectories the step itself sampled, at most one for each trajectory of the run.
+
+    Other rows are of stored groups, whose trajectories may be in several batches.
+    """
+    return batches.filter((pl.col("source") == "") & (pl.col("source_step") == pl.col("step")))
 
 
 def list_origins(folder: RunFolder, step: int) -> list[tuple[RunFolder, int, list[str]]]:

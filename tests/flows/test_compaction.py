@@ -14,10 +14,10 @@ from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import CHECKPOINT_MARKER, RunFolder
 from rollmill.tasks.store.reader import read
 from rollmill.tasks.store.run import writable_run
+from rollmill.tasks.store.run.group_ranges import GroupRange, make_plan_rows
 from rollmill.tasks.store.run.lock import lock_run
 from rollmill.tasks.store.run.manifest import read_manifest
 from rollmill.tasks.store.run.writable_run import OpenRun
-from rollmill.tasks.store.schemas import make_batch
 
 STEPS = 4
 
@@ -35,15 +35,7 @@ def open_run(folder: RunFolder) -> OpenRun:
 
 
 def plan(run: str, step: int, group: int) -> pa.RecordBatch:
-    columns = {
-        "run": [run],
-        "step": [step],
-        "first_group": [group],
-        "n_groups": [1],
-        "reason": ["plan"],
-        "problems": [[]],
-    }
-    return make_batch("plans", columns)
+    return make_plan_rows(run, step, [GroupRange(group, 1)])
 
 
 @pytest.fixture

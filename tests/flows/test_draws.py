@@ -223,8 +223,9 @@ async def test_a_source_with_another_vocabulary_is_refused(
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
     config = config_of(source)
-    check_tokenizers(config)
+    sources = config.retrain.sources
+    check_tokenizers(config, sources)
 
     with pytest.raises(ConfigError, match="vocabulary differs from that of the start model"):
-        check_tokenizers(config.model_copy(update={"model": str(tmp_path / "ours")}))
-    check_tokenizers(config.model_copy(update={"model": str(tmp_path / "theirs")}))
+        check_tokenizers(config.model_copy(update={"model": str(tmp_path / "ours")}), sources)
+    check_tokenizers(config.model_copy(update={"model": str(tmp_path / "theirs")}), sources)

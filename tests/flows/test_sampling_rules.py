@@ -102,8 +102,8 @@ def test_stored_rollouts_of_another_distribution_are_trained_on_with_the_correct
     with pytest.raises(
         ConfigError, match=r"train\.importance\.mode = 'none': rollout\.sampling\.min_p = 0\.1"
     ):
-        check_source_sampling(validate_toy(retrain))
-    altered = check_source_sampling(validate_toy({**retrain, "train": CORRECTED}))
+        check_source_sampling(validate_toy(retrain), [source])
+    altered = check_source_sampling(validate_toy({**retrain, "train": CORRECTED}), [source])
     assert altered == ["rollout.sampling.min_p = 0.1"]
 
 
@@ -113,7 +113,7 @@ def test_stored_rollouts_of_a_run_older_than_these_settings_need_no_correction(t
     stored = json.loads(manifest.read_text())
     del stored["config"]["rollout"]["sampling"]
     manifest.write_text(json.dumps(stored))
-    assert check_source_sampling(validate_toy({"retrain": {"sources": [source]}})) == []
+    assert check_source_sampling(validate_toy({"retrain": {"sources": [source]}}), [source]) == []
 
 
 def test_a_run_older_than_these_settings_is_resumed_with_their_defaults_and_with_no_other() -> None:

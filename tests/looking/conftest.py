@@ -43,6 +43,7 @@ from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import SCRATCH_ENV, RunFolder, partition_folder
 from rollmill.tasks.store.reader import read
 from rollmill.tasks.store.rows import Rows, rows_from_table
+from rollmill.tasks.store.run.group_ranges import GroupRange, make_plan_rows
 from rollmill.tasks.store.run.manifest import Manifest, write_manifest
 from rollmill.tasks.store.schemas import SCHEMA_VERSION, make_batch
 from rollmill.tasks.store.shards.shard import write_shard
@@ -206,15 +207,7 @@ def metrics(folder: RunFolder, step: int) -> Rows:
 async def write_step(folder: RunFolder, writer: RunWriter, tokenizer: ChatTokenizer, step: int) -> None:
     """One step, as the flow writes it."""
     first = step * GROUPS
-    plan = {
-        "run": [RUN],
-        "step": [step],
-        "first_group": [first],
-        "n_groups": [GROUPS],
-        "reason": ["plan"],
-        "problems": [[]],
-    }
-    await writer.append("plans", make_batch("plans", plan), step=step)
+    await writer.append("plans", make_plan_rows(RUN, step, [GroupRange(first, GROUPS)]), step=step)
     outcomes = []
     for group in range(first, first + GROUPS):
         env = "calculator" if group % 2 else "addition"

@@ -12,17 +12,20 @@ from rollmill.tasks.store import schemas
 from rollmill.tasks.store.folders import SCRATCH_ENV, RunFolder
 from rollmill.tasks.store.rows import no_rows
 from rollmill.tasks.store.run import writable_run
-from rollmill.tasks.store.schema_versions import ADDED_COLUMNS
+from rollmill.tasks.store.schema_versions import ADDED_COLUMNS, stored_schema
 from rollmill.tasks.store.schemas import dataset_schema, make_batch
 
 RowMaker = Callable[..., pa.RecordBatch]
-Writing = Callable[[], AbstractContextManager[None]]
+Writing = Callable[..., AbstractContextManager[None]]
 
 
 def make_rows(dataset: str, n: int = 1, **columns: object) -> pa.RecordBatch:
     """`n` rows with a plain value in every column but those given, each one value for all rows or a list."""
     # Each row is one segment.
-    plain = {name: list(value) for name, value in ADDED_COLUMNS.get(dataset, {}).items()}
+    plain = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in ADDED_COLUMNS.get(dataset, {}).items()
+    }
     made = {
         field.name: columns.get(field.name, plain.get(field.name, _plain(field.type)))
         for field in dataset_schema(dataset)
@@ -72,21 +75,23 @@ def folder(root: str) -> RunFolder:
 
 @pytest.fixture
 def version_2(monkeypatch: pytest.MonkeyPatch) -> Writing:
-    """A context in which rows are made and written as version 2 did: without the columns that came after it."""
+    """A context in which rows are made and written as version 2, or another, did: without the columns that came after it."""
 
     @contextmanager
-    def writing() -> Iterator[None]:
-        old = {
-            name: pa.schema(
-                [each for each in schema if each.name not in ADDED_COLUMNS.get(name, ())],
-                {**schema.metadata, b"schema_version": b"2"},
-            )
+    def writing(version: int = 2) -> Iterator[None]:
+        marked = {
+            name: schema.with_metadata({**schema.metadata, b"schema_version": str(version).encode()})
             for name, schema in schemas.SCHEMAS.items()
+        }
+        old = {
+            name: stored_schema(name, each).with_metadata(each.metadata)
+            for name, each in marked.items()
+            if name != "states"
         }
         with monkeypatch.context() as patch:
             patch.setattr(schemas, "SCHEMAS", old)
-            patch.setattr(schemas, "SCHEMA_VERSION", 2)
-            patch.setattr(writable_run, "SCHEMA_VERSION", 2)
+            patch.setattr(schemas, "SCHEMA_VERSION", version)
+            patch.setattr(writable_run, "SCHEMA_VERSION", version)
             _forget()
             yield
         _forget()

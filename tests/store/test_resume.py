@@ -55,10 +55,10 @@ def test_no_group_belongs_to_two_steps_for_any_number_of_refills(
 async def test_a_stored_plan_and_its_refills_are_used_and_not_made_again(folder: RunFolder) -> None:
     assert read_plan(folder, 3) == ()
     async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
-        first = await ensure_plan(folder, writer, lambda _: GroupRange(6, 2), run="r", step=3)
+        first = await ensure_plan(folder, writer, lambda _: (GroupRange(6, 2),), run="r", step=3)
         assert first == (GroupRange(6, 2),)
         await writer.append("plans", make_plan_rows("r", 3, [GroupRange(100, 1, "refill")]), step=3)
-        again = await ensure_plan(folder, writer, lambda _: GroupRange(297, 99), run="r", step=3)
+        again = await ensure_plan(folder, writer, lambda _: (GroupRange(297, 99),), run="r", step=3)
     assert again == (GroupRange(6, 2), GroupRange(100, 1, "refill"))
     assert group_numbers(again) == (6, 7, 100)
 

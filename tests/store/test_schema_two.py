@@ -16,12 +16,13 @@ from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import read, read_trajectories
 from rollmill.tasks.store.run.manifest import read_manifest
 from rollmill.tasks.store.run.writable_run import OpenRun
+from rollmill.tasks.store.schemas import SCHEMA_VERSION
 from rollmill.tasks.store.segments import LINEAR, SEGMENT_COLUMNS, read_segments
 from rollmill.tasks.store.stored_batch import read_batch_sequences
 from rollmill.tasks.train.samples import read_samples
 
 RowMaker = Callable[..., pa.RecordBatch]
-Writing = Callable[[], AbstractContextManager[None]]
+Writing = Callable[..., AbstractContextManager[None]]
 SEGMENT = {"segment_starts": [0], "segment_parents": [-1]} | {key: [0] for key in SEGMENT_COLUMNS[2:]}
 
 
@@ -60,7 +61,7 @@ async def mixed(tmp_path: Path, rows: RowMaker, version_2: Writing) -> RunFolder
 
 
 async def test_rollouts_of_version_2_are_one_segment_to_every_reader(mixed: RunFolder) -> None:
-    assert read_manifest(mixed).schema_version == 4
+    assert read_manifest(mixed).schema_version == SCHEMA_VERSION
     table = read(mixed, "rollouts", step=0)
     assert table.schema.equals(schemas.dataset_schema("rollouts"), check_metadata=True)
     assert [{name: row[name] for name in SEGMENT} for row in table.to_pylist()] == [SEGMENT] * 4
@@ -86,6 +87,22 @@ async def test_shards_of_both_versions_are_compacted_into_one_of_this_version(
     whole = pa.ipc.open_file(open_files(mixed).open(key))
     assert whole.schema.equals(schemas.dataset_schema("rollouts"), check_metadata=True)
     assert str(read(mixed, "rollouts").sort_by("trajectory_id").to_pylist()) == str(before)
+
+
+async def test_a_plan_of_version_4_keeps_its_problems(
+    tmp_path: Path, rows: RowMaker, version_2: Writing
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    for step, version in enumerate((2, 4, SCHEMA_VERSION)):
+        with version_2(version), open_run(folder, tmp_path) as run:
+            async with run.writer as writer:
+                given = {"problems": [[step]]} if version > 2 else {}
+                await writer.append("plans", rows("plans", step=step, **given), step=step)
+    expected = [([], "", -1), ([1], "", -1), ([2], "", -1)]
+    names = ["problems", "source", "source_step"]
+    assert [tuple(each.values()) for each in read(folder, "plans", names).to_pylist()] == expected
+    frame = rollmill.open_run(folder.location).dataset("plans").sort("step").collect()
+    assert frame.select(names).rows() == expected
 
 
 async def test_both_versions_are_rows_of_one_frame(mixed: RunFolder) -> None:

@@ -29,8 +29,10 @@ from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.environment_states import state_row
 from rollmill.tasks.store.filesystem import open_files, publish_text
 from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.group_draw import StoredGroup
 from rollmill.tasks.store.reader import read_shard
 from rollmill.tasks.store.run.fork_copy import fork_run
+from rollmill.tasks.store.run.group_ranges import GroupRange, make_plan_rows
 from rollmill.tasks.store.run.manifest import read_manifest, write_manifest
 from rollmill.tasks.store.run.writable_run import OpenRun
 from rollmill.tasks.store.shards.inventory import list_shard_sizes
@@ -437,11 +439,19 @@ async def test_a_batch_row_that_its_source_lacks_is_found(
     if source:
         shutil.copytree(folder.local, origin)
     lost = {"run": read_manifest(folder).run, "trajectory_id": "gone", "source": origin}
-    made = rows("batches", step=1, order=4, source_step=source_step, **lost)
+    made = rows("batches", step=1, order=4, group=3, source_step=source_step, **lost)
     await append(folder, "batches", made, step=1)
+    missing = f"/batches/step=000001: 1 rows have no rollout in {origin or folder.location}, step {source_step}: gone"
     assert findings(folder) == [
-        f"/batches/step=000001: 1 rows have no rollout in {origin or folder.location}, step {source_step}: gone"
+        f"/batches/step=000001: group 3 of its rows was sampled at step {source_step} of {origin or 'this run'}, and the step's plan "
+        "does not say so",
+        missing,
     ]
+    stored = StoredGroup(origin, source_step, 1)
+    plan = make_plan_rows(str(lost["run"]), 1, [GroupRange(3, 1, "replay", stored=stored)])
+    await append(folder, "plans", plan, step=1)
+    unplanned = "/rollouts/step=000001: 2 rollouts are in no plan: 3.0, 3.1"
+    assert findings(folder) == [unplanned, missing]
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def measure_costs(
 
     Servers and ranks: all their seconds in these steps, so that the sums of server_s and trainer_s are the steps' seconds times
     the number of servers, and of ranks. While a server answers n requests, each has 1 / n of its time. The seconds that ranks
-    train are shared by the rows of the step's batch in proportion to their tokens; rows of other runs have the mean number of tokens.
+    train are shared by the rows of the step's batch in proportion to their tokens; rows of other runs and steps have the mean number of tokens.
     Scorers run in many ways, so scorer_s adds up to no processes: it is the time that each score took, a group's score shared
     evenly.
 
@@ -92,13 +92,9 @@ def measure_costs(
     used = ledger.server_shares.filter(pl.col("us") > 0)
     lanes = used.group_by("lane").agg(server_s=pl.col("us").sum() / SECOND_US)
     steps = ledger.steps["step"].to_list()
-    known = pl.concat(
-        [
-            _list_sampled(steps, lanes, rollouts, trajectories),
-            _list_batch_of_others(steps, batches),
-            _list_held_out(lanes, evaluations),
-        ]
-    )
+    sampled = _list_sampled(steps, lanes, rollouts, trajectories)
+    replayed = _list_rest_of_batches(steps, batches, sampled)
+    known = pl.concat([sampled, replayed, _list_held_out(lanes, evaluations)])
     costs = known.join(lanes, on="lane", how="left", maintain_order="left")
     for more in (_share_training(ledger, known, batches), _measure_scoring(ledger, known)):
         costs = costs.join(more, on="lane", how="left", maintain_order="left")
@@ -136,9 +132,10 @@ def _list_sampled(
     return found.filter(is_used).select(_KNOWN.names()).cast(_KNOWN)
 
 
-def _list_batch_of_others(steps: list[int], batches: pl.LazyFrame) -> pl.DataFrame:
-    """Return the rows of the steps' batches that other runs sampled, with the columns of `_KNOWN`."""
-    found = batches.filter(pl.col("step").is_in(steps) & (pl.col("source") != "")).select(
+def _list_rest_of_batches(steps: list[int], batches: pl.LazyFrame, sampled: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows of the steps' batches that other runs or steps sampled, with the columns of `_KNOWN`."""
+    is_known = pl.col("trajectory_id").is_in(sampled["trajectory_id"].implode())
+    found = batches.filter(pl.col("step").is_in(steps) & ~is_known).select(
         "step",
         "trajectory_id",
         "env",

@@ -19,6 +19,7 @@ from rollmill.tasks.store.folders import PartitionValue, RunFolder
 from rollmill.tasks.store.reader import list_scorers, list_shards, list_steps, scan
 from rollmill.tasks.store.schema_versions import ADDED_COLUMNS
 from rollmill.tasks.store.schemas import SCHEMAS, dataset_schema
+from rollmill.tasks.store.stored_batch import select_own_rows
 
 TRAJECTORIES, COSTS = "trajectories", "costs"
 VIEWS = (TRAJECTORIES, COSTS, *sorted(SCHEMAS))
@@ -37,10 +38,11 @@ GROUP_COLUMNS: Mapping[str, str] = {
     "versions_behind": "step - min(policy_version_first) filter (policy_version_first >= 0)",
 }
 """Columns of a group, besides run, step and group, with the aggregate of its trajectories that each is."""
-_GROUPS = (
-    f'select location, run, step, "group", {", ".join(f"{each} as {name}" for name, each in GROUP_COLUMNS.items())} '
-    f'from {TRAJECTORIES} group by location, run, step, "group"'
-)
+_KEYS = 'location, run, step, "group"'
+_GROUP_VALUES = ", ".join(f"{each} as {name}" for name, each in GROUP_COLUMNS.items())
+_GROUPS = f"select {_KEYS}, {_GROUP_VALUES} from {TRAJECTORIES} group by {_KEYS}"
+# True if the version that sampled each scored trajectory is known: then its log-probabilities are.
+_IS_SAMPLED = "coalesce(bool_and(policy_version_first >= 0) filter (reward is not null), true) as is_sampled"
 # Columns of `trajectories` by the data set that has them, besides those of rollouts.
 _JOINED: dict[str, dict[str, pl.DataType]] = {
     "scores": {"reward": pl.Float64(), "score_status": pl.String(), "subgroup": pl.Int32()},
@@ -63,17 +65,19 @@ class RunFrames:
         folders: the runs, in the order given.
     """
 
-    def __init__(self, folders: Sequence[RunFolder], scorer: str = "") -> None:
+    def __init__(self, folders: Sequence[RunFolder], scorer: str = "", step: int | None = None) -> None:
         """Open runs for reading.
 
         Args:
             folders: at least one run.
             scorer: NAME@VERSION of the rewards in `trajectories`; empty: the scorer that each run trains on.
+            step: the only step whose rows `trajectories` has; None: all steps.
 
         Raises:
             ConfigError: no run has scores of this scorer.
         """
         self.folders, self._scorer = tuple(folders), scorer
+        self._of_step: Mapping[str, PartitionValue] = {} if step is None else {"step": step}
         if scorer and not any(scorer in list_scorers(folder) for folder in folders):
             known = sorted({each for folder in folders for each in list_scorers(folder)})
             raise ConfigError("scorer", scorer, f"the runs have scores of {', '.join(known) or 'no scorer'}")
@@ -87,7 +91,7 @@ class RunFrames:
             reward: null unless scored.
             score_status: scored, failed or dropped; null without a score.
             subgroup: part of the group that the reward is compared with; null without a score.
-            advantage: null unless it is in the batch of its run.
+            advantage: null unless it is in the batch of the step that sampled it.
             group_reason: why its group is not in the batch; empty if it is, null if the step has not ended.
         """
         return pl.concat([self._join(folder) for folder in self.folders])
@@ -125,6 +129,14 @@ class RunFrames:
             SchemaError: unknown data set or partition.
         """
         return pl.concat([_scan(folder, name, partition) for folder in self.folders])
+
+    def list_groups(self) -> pl.DataFrame:
+        """Return the groups of `trajectories`: location, run, step, group, the columns of GROUP_COLUMNS, and is_sampled.
+
+        `is_sampled` is False if a scored trajectory of the group was imported.
+        """
+        query = f"select {_KEYS}, {_GROUP_VALUES}, {_IS_SAMPLED} from {TRAJECTORIES} group by {_KEYS} order by all"
+        return self._run("QUERY", query, query, reads_files=False)
 
     def find_groups(self, field: str, condition: str) -> dict[int, set[int]]:
         """Return the groups that meet a condition in SQL, by step; `field` names the condition in an error.
@@ -191,9 +203,10 @@ class RunFrames:
 
     def _join(self, folder: RunFolder) -> pl.LazyFrame:
         """Return the joined trajectories of a run; only the data sets that a query's columns need are read."""
-        rollouts = _scan(folder, "rollouts", {})
+        of_step = self._of_step
+        rollouts = _scan(folder, "rollouts", of_step)
         scorer = self._scorer or resolve_scorer(folder)
-        scores = _scan(folder, "scores", {"scorer": scorer} if scorer else {})
+        scores = _scan(folder, "scores", {**({"scorer": scorer} if scorer else {}), **of_step})
         schema = rollouts.collect_schema()
         joined = {name: kind for columns in _JOINED.values() for name, kind in columns.items()}
 
@@ -206,10 +219,12 @@ class RunFrames:
             if needed & {*_JOINED["scores"]}:
                 found = _join_scores(found, scores)
             if needed & {*_JOINED["batches"]}:
-                batches = _scan(folder, "batches", {}).select("trajectory_id", "advantage")
+                own = select_own_rows(_scan(folder, "batches", of_step))
+                batches = own.select("trajectory_id", "advantage")
                 found = found.join(batches, on="trajectory_id", how="left", maintain_order="left")
             if needed & {*_JOINED["groups"]}:
-                found = _join_groups(found, _scan(folder, "groups", {}), _scan_trained_scores(folder, scores))
+                trained = _scan_trained_scores(folder, scores, of_step)
+                found = _join_groups(found, _scan(folder, "groups", of_step), trained)
             yield _finish(found, names, predicate, n_rows)
 
         return register_io_source(read, schema=pl.Schema({**schema, **joined}))
@@ -238,13 +253,15 @@ def _join_scores(rollouts: pl.LazyFrame, scores: pl.LazyFrame) -> pl.LazyFrame:
     )
 
 
-def _scan_trained_scores(folder: RunFolder, chosen: pl.LazyFrame) -> pl.LazyFrame:
+def _scan_trained_scores(
+    folder: RunFolder, chosen: pl.LazyFrame, of_step: Mapping[str, PartitionValue]
+) -> pl.LazyFrame:
     """Return the scores that the run trains on, whose subgroups are those of `groups`; the `chosen` ones if it does not name a scorer."""
     try:
         scorer = resolve_scorer(folder)
     except ConfigError:
         return chosen
-    return _scan(folder, "scores", {"scorer": scorer}) if scorer else chosen
+    return _scan(folder, "scores", {"scorer": scorer, **of_step}) if scorer else chosen
 
 
 def _join_groups(rollouts: pl.LazyFrame, groups: pl.LazyFrame, scores: pl.LazyFrame) -> pl.LazyFrame:
@@ -283,16 +300,21 @@ def _scan_shards(dataset: str, shards: list[str]) -> pl.LazyFrame:
     # A run's name may have signs of a pattern, such as lr[1].
     scan_files = partial(pl.scan_ipc, glob=False)
     added = ADDED_COLUMNS.get(dataset, {})
-    older = [each for each in shards if added.keys() - pl.read_ipc_schema(each)] if added else []
-    if not older:
+    if not added:
         return scan_files(shards)
+    by_missing: dict[tuple[str, ...], list[str]] = {}
+    for each in shards:
+        stored = pl.read_ipc_schema(each)
+        by_missing.setdefault(tuple(name for name in added if name not in stored), []).append(each)
     schema = _polars_schema(dataset)
-    filled = scan_files(older).with_columns(
-        pl.lit(pl.Series([list(value)], dtype=schema[name])).first().alias(name)
-        for name, value in added.items()
-    )
-    newer = [each for each in shards if each not in set(older)]
-    parts = [filled.select(schema.names()), *([scan_files(newer)] if newer else [])]
+    parts = [
+        scan_files(alike)
+        .with_columns(
+            pl.lit(pl.Series([added[name]], dtype=schema[name])).first().alias(name) for name in missing
+        )
+        .select(schema.names())
+        for missing, alike in by_missing.items()
+    ]
     return pl.concat(parts)
 
 

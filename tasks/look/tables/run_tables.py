@@ -26,13 +26,14 @@ STEP_COLUMNS = (
     Column("step"),
     Column("groups", rank=3),
     Column("groups_trained", rank=5, header="trained"),
+    Column("replayed", rank=5, header="stored"),
     Column("survived", rank=4),
     Column("lost", rank=2),
     Column("reward"),
     Column("tokens", rank=1, digits=1),
     Column("seconds", rank=6, digits=1),
 )
-OF_ALL_ENVIRONMENTS = ("lost", "seconds")
+OF_ALL_ENVIRONMENTS = ("lost", "seconds", "replayed")
 """Columns of a step that are measured over all environments together."""
 GROUP_COLUMNS = (
     Column("group"),
@@ -119,6 +120,7 @@ def make_run_view(folder: RunFolder, selection: Selection | None = None, scan: S
         *limit_notes(len(shown), len(steps)),
         *describe_setting_changes(manifest.earlier_settings, manifest.config),
     ]
+    columns = drop_uniform(columns, shown, (), [each.name for each in columns if each.name == "replayed"])
     return View(values, f"{title}{counts and f' ({counts})'}", columns, shown, notes)
 
 
@@ -295,8 +297,12 @@ def _read_steps(folder: RunFolder, selection: Selection, scan: Scan) -> pl.DataF
 
 
 def _read_step_metrics(folder: RunFolder, scan: Scan, *, trains: bool) -> pl.DataFrame:
-    """Return columns step, lost (number of trajectories) and seconds for each finished step."""
-    wanted = {"lost": "drops/trajectories", "seconds": "time/step_s"}
+    """Return columns step, lost (trajectories), seconds and replayed (stored groups in the batch) for each finished step."""
+    wanted = {
+        "lost": "drops/trajectories",
+        "seconds": "time/step_s",
+        "replayed": "rollout/replayed_groups",
+    }
     value = pl.col("value").filter
     return (
         scan(folder, "metrics", ["step", "name", "env", "value"])
@@ -308,7 +314,7 @@ def _read_step_metrics(folder: RunFolder, scan: Scan, *, trains: bool) -> pl.Dat
         )
         .filter("done")
         .drop("done")
-        .with_columns(pl.col("lost").cast(pl.Int64))
+        .with_columns(pl.col("lost", "replayed").cast(pl.Int64))
         .collect()
     )
 
@@ -331,7 +337,7 @@ def check_rollouts(folder: RunFolder) -> None:
 
     A run that trains on the rollouts of others has none.
     """
-    if not has_manifest(folder) or read_manifest(folder).sources:
+    if not has_manifest(folder) or (read_manifest(folder).sources and not list_steps(folder, "plans")):
         return
     if gone := sorted(set(list_steps(folder, "groups")) - set(list_steps(folder, "rollouts"))):
         raise ShardError(

@@ -13,6 +13,7 @@ from rollmill.tasks.store.attempts import last_attempts, short_id
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import list_steps, read, read_trajectories
 from rollmill.tasks.store.run.manifest import read_manifest
+from rollmill.tasks.store.stored_batch import select_own_rows
 
 STATUSES = ("complete", "truncated", "failed", "cancelled")
 UNSCORED = "unscored"
@@ -49,7 +50,7 @@ ROLLOUT_COLUMNS = (
 )
 """Columns of rollouts that a table of them needs, and that are small."""
 SCORE_COLUMNS = ["trajectory_id", "reward", "error_type", "error"]
-BATCH_COLUMNS = ["trajectory_id", "advantage"]
+BATCH_COLUMNS = ["trajectory_id", "advantage", "step", "source", "source_step"]
 
 
 def make_trajectories_view(folder: RunFolder, selection: Selection) -> View:
@@ -97,7 +98,8 @@ def find_step(folder: RunFolder, group: int) -> int:
 
 def describe_groups(folder: RunFolder) -> str:
     """Describe which group numbers a run has planned. Example: "it has groups 0 to 63", or "it has no groups yet"."""
-    plans = read(folder, "plans", ["first_group", "n_groups"]).to_pylist()
+    plans = read(folder, "plans", ["first_group", "n_groups", "reason"]).to_pylist()
+    plans = [plan for plan in plans if plan["reason"] != "replay"]
     last = max((plan["first_group"] + plan["n_groups"] for plan in plans), default=0) - 1
     has_gaps = sum(plan["n_groups"] for plan in plans) <= last
     gaps = ", without the numbers of refills that no step took" if has_gaps else ""
@@ -133,7 +135,8 @@ def _scan_sampled(folder: RunFolder, selection: Selection) -> tuple[pl.LazyFrame
 def join_rewards(rollouts: pl.LazyFrame, batches: pl.LazyFrame, scores: pl.LazyFrame | None) -> pl.LazyFrame:
     """Join rollouts with their advantages, rewards and score errors; without scores there are no rewards."""
     # A step that was repeated after a kill may have stored a row twice.
-    found = rollouts.join(batches.unique("trajectory_id"), on="trajectory_id", how="left")
+    own = select_own_rows(batches).select("trajectory_id", "advantage").unique("trajectory_id")
+    found = rollouts.join(own, on="trajectory_id", how="left")
     if scores is None:
         return found.with_columns(pl.lit(None, pl.Float64).alias("reward"))
     found = found.join(scores.unique("trajectory_id"), on="trajectory_id", how="left", suffix="_of_score")

@@ -24,13 +24,16 @@ def format_card(lineage: Lineage) -> str:
     # The hub accepts names of models and data sets there, and no folders.
     front |= {"base_model": model} if is_hub_name(model) else {}
     front |= {"datasets": hub_data} if hub_data else {}
+    # A run with further sources may train on its own rollouts too.
+    is_retrained = bool(get_setting(lineage.settings, "retrain.sources", ()))
+    own = [] if lineage.sources and is_retrained else ["the run itself"]
     n_rows = sum(step.n_rows for step in lineage.steps)
     rows = {
         "run": f"`{lineage.run}`, in `{lineage.folder}`",
         "policy version": str(lineage.version),
         "start model": f"`{model or lineage.start_model.folder}`",
         "trained on": f"{n_rows} trajectories in {len(lineage.steps)} steps",
-        "rollouts of": ", ".join(f"`{each.folder}`" for each in lineage.sources) or "the run itself",
+        "rollouts of": ", ".join([*own, *(f"`{each.folder}`" for each in lineage.sources)]),
         "forked from": ", ".join(f"`{each.folder}` at step {each.step}" for each in lineage.origins),
         "scorers": ", ".join(f"`{each}`" for each in lineage.scorers),
         "data": "; ".join(

@@ -59,7 +59,7 @@ class Manifest:
         created_at: ISO 8601, UTC.
         status: "forking" until everything that a forked run begins with is copied.
         origins: the runs that it was forked from, oldest first.
-        sources: the runs whose rollouts it trains on; empty for a run that samples.
+        sources: the other runs whose rollouts it trains on; empty for a run that trains on its own alone.
         trains: False for a run of the flow collect, whose steps are done when they have metrics.
         earlier_settings: settings of training that changed, as earlier steps were trained under them, oldest first; later steps
             have those of `config`.
@@ -183,13 +183,11 @@ def describe_misplaced(source: TrainingSource) -> str:
     )
 
 
-def check_sources(folder: RunFolder) -> None:
+def check_sources(folder: RunFolder, field: str = "retrain.sources") -> None:
     """Raise ConfigError, which names both ids, unless every run that this run trains on is in its recorded folder; a new run has none."""
     for source in read_manifest(folder).sources if has_manifest(folder) else ():
         if wrong := describe_misplaced(source):
-            raise ConfigError(
-                "retrain.sources", source.folder, f"{wrong}; move the source back to its folder"
-            )
+            raise ConfigError(field, source.folder, f"{wrong}; move the source back to its folder")
 
 
 def list_dependents(folder: RunFolder) -> Sequence[str]:

@@ -335,6 +335,7 @@ STEP_CHECKS: Sequence[Check[StepView]] = (
     step_checks.find_repeated_rows,
     step_checks.find_wrong_order,
     step_checks.find_wrong_problems,
+    step_checks.find_wrong_replays,
     step_checks.find_rows_of_other_runs,
     step_checks.find_rows_without_rollout,
     step_checks.find_unplanned_and_missing_rollouts,

@@ -111,7 +111,7 @@ VALUE_COLUMNS = (
     *SEGMENT_COLUMNS,
     *("turn_starts", "turn_tokens", "turn_messages"),
 )
-_BATCH_COLUMNS = ("run", "order", "trajectory_id", "source", "source_step")
+_BATCH_COLUMNS = ("run", "order", "trajectory_id", "group", "source", "source_step")
 
 
 @dataclass(frozen=True)
@@ -335,7 +335,7 @@ class StepView:
     def batch(self) -> pl.DataFrame | None:
         """The step's rows of `batches`; None if there is no batch yet.
 
-        The columns are run, order, trajectory_id, source and source_step.
+        The columns are run, order, trajectory_id, group, source and source_step.
         """
         return self.run.frame("batches", _BATCH_COLUMNS, step=self.step) if self.has_batch else None
 

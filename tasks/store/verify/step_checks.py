@@ -12,6 +12,7 @@ from rollmill.tasks.store.attempts import last_attempts
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import list_state_environments, read
 from rollmill.tasks.store.rows import name_first
+from rollmill.tasks.store.run.group_ranges import replayed_groups
 from rollmill.tasks.store.schemas import SCORABLE_STATUSES
 from rollmill.tasks.store.segments import LINEAR, SEGMENT_COLUMNS, find_fault, read_segments
 from rollmill.tasks.store.verify.run_views import Finding, StepView
@@ -71,6 +72,22 @@ def find_wrong_problems(step: StepView) -> Iterator[Finding]:
         if each.problems and len(each.problems) != each.n:
             what = f"the plan of the {each.n} groups from {each.first} names {len(each.problems)} problems"
             yield Finding(step.where("plans"), what, _RESTORE_ROWS)
+
+
+def find_wrong_replays(step: StepView) -> Iterator[Finding]:
+    """Find batch rows of stored groups that the step's plan does not name, or names elsewhere than they were sampled."""
+    if step.batch is None or not step.planned:
+        return
+    planned = {(number, stored.source, stored.step) for number, stored in replayed_groups(step.plan).items()}
+    is_own = (pl.col("source") == "") & (pl.col("source_step") == step.step)
+    others = step.batch.filter(~is_own)
+    for group, source, source_step in sorted(
+        set(others.select("group", "source", "source_step").iter_rows())
+    ):
+        if (group, source, source_step) not in planned:
+            where = f"step {source_step} of {source or 'this run'}"
+            what = f"group {group} of its rows was sampled at {where}, and the step's plan does not say so"
+            yield Finding(step.where("batches"), what, "a shard of plans is missing: restore it from a copy")
 
 
 def find_rows_of_other_runs(step: StepView) -> Iterator[Finding]:
