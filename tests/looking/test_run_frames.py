@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import pytest
@@ -22,9 +23,11 @@ from rollmill.tasks.look.tables.run_frames import VIEWS, RunFrames
 from rollmill.tasks.store.attempts import last_attempts
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import RunFolder, partition_folder
+from rollmill.tasks.store.logprob_rows import make_logprob_rows
 from rollmill.tasks.store.reader import read, scan
 from rollmill.tasks.store.shards.shard import write_shard
 from rollmill.tasks.store.shards.shard_names import ShardName
+from rollmill.tasks.store.shards.writer import RunWriter
 
 Command = Callable[..., str]
 PAGE = (Path(__file__).parents[2] / "docs" / "queries.md").read_text()
@@ -171,6 +174,21 @@ def test_a_data_set_or_some_of_its_partitions_is_read_as_it_is_stored(small_run:
     assert stored.equals(scan(small_run, "scores", scorer="brevity@1", step=1).collect())
     with pytest.raises(SchemaError, match="no data set is called 'score'"):
         frames.dataset("score")
+
+
+async def test_log_probabilities_of_several_policies_are_rows_of_one_view_with_their_policy(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.tmp.mkdir(parents=True)
+    async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
+        for policy, value in (("reference", -1.0), ("trainer", -2.0)):
+            rows = make_logprob_rows("run", 0, ["m"], ["run.1.0.0"], [np.array([np.nan, value])])
+            await writer.append("logprobs", rows, policy=policy, step=0)
+    found = RunFrames([folder]).sql("select policy, logprobs[2] from logprobs order by policy")
+    assert found.rows() == [("reference", -1.0), ("trainer", -2.0)]
+    one = RunFrames([folder]).dataset("logprobs", policy="trainer").collect()
+    assert one["policy"].to_list() == ["trainer"]
 
 
 def test_a_run_or_a_scorer_that_is_not_there_is_refused(small_run: RunFolder) -> None:

@@ -138,14 +138,14 @@ def test_a_shard_of_another_schema_is_an_error_that_names_it(filled: RunFolder) 
         read(filled, "rollouts")
 
 
-@pytest.mark.parametrize(("version", "remedy"), [(2, "a newer"), (5, "an older")])
+@pytest.mark.parametrize(("version", "remedy"), [(2, "a newer"), (6, "an older")])
 def test_a_shard_of_another_schema_version_is_refused_by_name(
     filled: RunFolder, monkeypatch: pytest.MonkeyPatch, version: int, remedy: str
 ) -> None:
     monkeypatch.setattr(schema_versions, "SCHEMA_VERSION", version)
     monkeypatch.setattr(schema_versions, "OLDEST_SCHEMA_VERSION", version)
     (shard,) = open_files(filled).keys("rollouts/step=000000/*.arrow")
-    expected = f"{filled.path(shard)}: it has schema version 4, and this Rollmill reads {version} to {version}; use {remedy} one"
+    expected = f"{filled.path(shard)}: it has schema version 5, and this Rollmill reads {version} to {version}; use {remedy} one"
     with pytest.raises(ShardError, match=expected):
         read(filled, "rollouts", step=0)
 

@@ -202,10 +202,10 @@ def test_a_damaged_run_json_is_an_error_that_names_it(root: str, text: str, reas
 def test_a_run_of_another_schema_version_is_refused(root: str, version: int, remedy: str) -> None:
     with open_run(root) as run:
         files = run.files
-        text = read_text(files, "run.json").replace(b'"schema_version": 4', b'"schema_version": %d' % version)
+        text = read_text(files, "run.json").replace(b'"schema_version": 5', b'"schema_version": %d' % version)
         publish_text(files, "run.json", text)
     with pytest.raises(
-        StoreError, match=f"schema version {version}, and this Rollmill reads 2 to 4; use {remedy} one"
+        StoreError, match=f"schema version {version}, and this Rollmill reads 2 to 5; use {remedy} one"
     ):
         read_manifest(run.folder)
 

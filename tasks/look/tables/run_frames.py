@@ -1,25 +1,22 @@
 """Stored runs as lazy Polars frames and as SQL views: one run or several, on a disk or on S3."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import polars as pl
-from polars.io.plugins import register_io_source
 
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.ledger.run_ledger import read_ledger
 from rollmill.tasks.look.ledger.step_attribution import Ledger
 from rollmill.tasks.look.tables.costs import SCHEMA as COST_SCHEMA
 from rollmill.tasks.look.tables.costs import measure_costs
-from rollmill.tasks.look.tables.scores import resolve_scorer
+from rollmill.tasks.look.tables.dataset_scans import scan_dataset
+from rollmill.tasks.look.tables.joined_trajectories import scan_trajectories
 from rollmill.tasks.look.tables.sql_query import check_weight, refuse_changing, run_query
 from rollmill.tasks.look.tables.view import Column, View, count_noun, limit_notes
-from rollmill.tasks.store.attempts import last_attempts
 from rollmill.tasks.store.folders import PartitionValue, RunFolder
-from rollmill.tasks.store.reader import list_scorers, list_shards, list_steps, scan
-from rollmill.tasks.store.schema_versions import ADDED_COLUMNS
-from rollmill.tasks.store.schemas import SCHEMAS, dataset_schema
-from rollmill.tasks.store.stored_batch import select_own_rows
+from rollmill.tasks.store.reader import list_scorers, list_steps
+from rollmill.tasks.store.schemas import SCHEMAS
 
 TRAJECTORIES, COSTS = "trajectories", "costs"
 VIEWS = (TRAJECTORIES, COSTS, *sorted(SCHEMAS))
@@ -43,12 +40,6 @@ _GROUP_VALUES = ", ".join(f"{each} as {name}" for name, each in GROUP_COLUMNS.it
 _GROUPS = f"select {_KEYS}, {_GROUP_VALUES} from {TRAJECTORIES} group by {_KEYS}"
 # True if the version that sampled each scored trajectory is known: then its log-probabilities are.
 _IS_SAMPLED = "coalesce(bool_and(policy_version_first >= 0) filter (reward is not null), true) as is_sampled"
-# Columns of `trajectories` by the data set that has them, besides those of rollouts.
-_JOINED: dict[str, dict[str, pl.DataType]] = {
-    "scores": {"reward": pl.Float64(), "score_status": pl.String(), "subgroup": pl.Int32()},
-    "batches": {"advantage": pl.Float32()},
-    "groups": {"group_reason": pl.String()},
-}
 
 
 class RunFrames:
@@ -94,7 +85,7 @@ class RunFrames:
             advantage: null unless it is in the batch of the step that sampled it.
             group_reason: why its group is not in the batch; empty if it is, null if the step has not ended.
         """
-        return pl.concat([self._join(folder) for folder in self.folders])
+        return pl.concat([scan_trajectories(folder, self._scorer, self._of_step) for folder in self.folders])
 
     @property
     def costs(self) -> pl.LazyFrame:
@@ -114,8 +105,10 @@ class RunFrames:
     def measure_costs(self, folder: RunFolder, ledger: Ledger) -> pl.DataFrame:
         """Return what trajectories cost in the steps of a ledger, which is of this run."""
         names = ("rollouts", "batches", "evaluations")
-        rollouts, batches, evaluations = (_scan(folder, name, {}) for name in names)
-        costs = measure_costs(ledger, rollouts, self._join(folder), batches, evaluations)
+        rollouts, batches, evaluations = (scan_dataset(folder, name, {}) for name in names)
+        costs = measure_costs(
+            ledger, rollouts, scan_trajectories(folder, self._scorer, {}), batches, evaluations
+        )
         return costs.select(pl.lit(folder.location).alias("location"), pl.all())
 
     def dataset(self, name: str, **partition: PartitionValue) -> pl.LazyFrame:
@@ -128,7 +121,7 @@ class RunFrames:
         Raises:
             SchemaError: unknown data set or partition.
         """
-        return pl.concat([_scan(folder, name, partition) for folder in self.folders])
+        return pl.concat([scan_dataset(folder, name, partition) for folder in self.folders])
 
     def list_groups(self) -> pl.DataFrame:
         """Return the groups of `trajectories`: location, run, step, group, the columns of GROUP_COLUMNS, and is_sampled.
@@ -201,34 +194,6 @@ class RunFrames:
         joined = {TRAJECTORIES: lambda: self.trajectories, COSTS: lambda: self.costs}
         return run_query(field, given, query, {**joined, **views}, reads_files=reads_files)
 
-    def _join(self, folder: RunFolder) -> pl.LazyFrame:
-        """Return the joined trajectories of a run; only the data sets that a query's columns need are read."""
-        of_step = self._of_step
-        rollouts = _scan(folder, "rollouts", of_step)
-        scorer = self._scorer or resolve_scorer(folder)
-        scores = _scan(folder, "scores", {**({"scorer": scorer} if scorer else {}), **of_step})
-        schema = rollouts.collect_schema()
-        joined = {name: kind for columns in _JOINED.values() for name, kind in columns.items()}
-
-        def read(
-            names: list[str] | None, predicate: pl.Expr | None, n_rows: int | None, _: int | None
-        ) -> Iterator[pl.DataFrame]:
-            names = [*schema, *joined] if names is None else names
-            needed = {*names, *(predicate.meta.root_names() if predicate is not None else ())}
-            found = last_attempts(rollouts)
-            if needed & {*_JOINED["scores"]}:
-                found = _join_scores(found, scores)
-            if needed & {*_JOINED["batches"]}:
-                own = select_own_rows(_scan(folder, "batches", of_step))
-                batches = own.select("trajectory_id", "advantage")
-                found = found.join(batches, on="trajectory_id", how="left", maintain_order="left")
-            if needed & {*_JOINED["groups"]}:
-                trained = _scan_trained_scores(folder, scores, of_step)
-                found = _join_groups(found, _scan(folder, "groups", of_step), trained)
-            yield _finish(found, names, predicate, n_rows)
-
-        return register_io_source(read, schema=pl.Schema({**schema, **joined}))
-
 
 def view_result(found: pl.DataFrame, limit: int) -> View:
     """Return a table of the first `limit` rows of a query's result; 0: all. It has no JSON values: these would be many rows."""
@@ -244,104 +209,3 @@ def view_result(found: pl.DataFrame, limit: int) -> View:
         shown.to_dicts(),
         limit_notes(len(shown), len(found), "none") if found.columns and len(found) else (),
     )
-
-
-def _join_scores(rollouts: pl.LazyFrame, scores: pl.LazyFrame) -> pl.LazyFrame:
-    columns = (pl.col("reward").fill_nan(None), pl.col("status").alias("score_status"), "subgroup")
-    return rollouts.join(
-        scores.select("trajectory_id", *columns), on="trajectory_id", how="left", maintain_order="left"
-    )
-
-
-def _scan_trained_scores(
-    folder: RunFolder, chosen: pl.LazyFrame, of_step: Mapping[str, PartitionValue]
-) -> pl.LazyFrame:
-    """Return the scores that the run trains on, whose subgroups are those of `groups`; the `chosen` ones if it does not name a scorer."""
-    try:
-        scorer = resolve_scorer(folder)
-    except ConfigError:
-        return chosen
-    return _scan(folder, "scores", {"scorer": scorer, **of_step}) if scorer else chosen
-
-
-def _join_groups(rollouts: pl.LazyFrame, groups: pl.LazyFrame, scores: pl.LazyFrame) -> pl.LazyFrame:
-    """Add the reason of each trajectory's group, by the subgroup of its score; a trajectory without a score is of subgroup 0."""
-    reasons = groups.select("group", "subgroup", pl.col("reason").alias("group_reason"))
-    subgroups = scores.select("trajectory_id", pl.col("subgroup").alias("_subgroup"))
-    found = (
-        rollouts.join(subgroups, on="trajectory_id", how="left", maintain_order="left")
-        .with_columns(pl.col("_subgroup").fill_null(0))
-        .join(
-            reasons,
-            left_on=["group", "_subgroup"],
-            right_on=["group", "subgroup"],
-            how="left",
-            coalesce=True,
-            maintain_order="left",
-        )
-    )
-    return found.drop("_subgroup")
-
-
-def _scan(folder: RunFolder, dataset: str, partition: Mapping[str, PartitionValue]) -> pl.LazyFrame:
-    """Return a data set's rows and the run's `location`: read by Polars on a disk, by Rollmill's own reader on S3."""
-    shards = list_shards(folder, dataset, **partition)
-    if folder.is_local and shards:
-        rows = _scan_shards(dataset, shards)
-    else:
-        rows = register_io_source(
-            partial(_read_columns, folder, dataset, partition), schema=_polars_schema(dataset)
-        )
-    return rows.with_columns(pl.lit(folder.location).alias("location"))
-
-
-def _scan_shards(dataset: str, shards: list[str]) -> pl.LazyFrame:
-    """Scan local shards; where the schema version of their rows had fewer columns, those that it lacked are filled."""
-    # A run's name may have signs of a pattern, such as lr[1].
-    scan_files = partial(pl.scan_ipc, glob=False)
-    added = ADDED_COLUMNS.get(dataset, {})
-    if not added:
-        return scan_files(shards)
-    by_missing: dict[tuple[str, ...], list[str]] = {}
-    for each in shards:
-        stored = pl.read_ipc_schema(each)
-        by_missing.setdefault(tuple(name for name in added if name not in stored), []).append(each)
-    schema = _polars_schema(dataset)
-    parts = [
-        scan_files(alike)
-        .with_columns(
-            pl.lit(pl.Series([added[name]], dtype=schema[name])).first().alias(name) for name in missing
-        )
-        .select(schema.names())
-        for missing, alike in by_missing.items()
-    ]
-    return pl.concat(parts)
-
-
-def _read_columns(
-    folder: RunFolder,
-    dataset: str,
-    partition: Mapping[str, PartitionValue],
-    names: list[str] | None,
-    predicate: pl.Expr | None,
-    n_rows: int | None,
-    _: int | None,
-) -> Iterator[pl.DataFrame]:
-    """Read the columns that a query needs, for Polars."""
-    names = [*_polars_schema(dataset)] if names is None else names
-    needed = list(dict.fromkeys([*names, *(predicate.meta.root_names() if predicate is not None else ())]))
-    yield _finish(scan(folder, dataset, needed, **partition), names, predicate, n_rows)
-
-
-def _finish(
-    rows: pl.LazyFrame, names: list[str], predicate: pl.Expr | None, n_rows: int | None
-) -> pl.DataFrame:
-    """Return those of the first `n_rows` rows that meet `predicate`; Polars gives both where a limit comes before a condition."""
-    found = rows if n_rows is None else rows.head(n_rows)
-    return (found if predicate is None else found.filter(predicate)).select(names).collect()
-
-
-def _polars_schema(dataset: str) -> pl.Schema:
-    empty = pl.from_arrow(dataset_schema(dataset).empty_table())
-    assert isinstance(empty, pl.DataFrame)
-    return empty.schema

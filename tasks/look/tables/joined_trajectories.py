@@ -1,0 +1,106 @@
+"""The trajectories of a run, each with what scoring and its batch made of it, as a lazy Polars frame."""
+
+from collections.abc import Iterator, Mapping
+
+import polars as pl
+from polars.io.plugins import register_io_source
+
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.look.tables.dataset_scans import finish_scan, scan_dataset
+from rollmill.tasks.look.tables.scores import resolve_scorer
+from rollmill.tasks.store.attempts import last_attempts
+from rollmill.tasks.store.folders import PartitionValue, RunFolder
+from rollmill.tasks.store.stored_batch import select_own_rows
+
+# Columns of `trajectories` by the data set that has them, besides those of rollouts.
+_JOINED: dict[str, dict[str, pl.DataType]] = {
+    "scores": {"reward": pl.Float64(), "score_status": pl.String(), "subgroup": pl.Int32()},
+    "batches": {"advantage": pl.Float32()},
+    "groups": {"group_reason": pl.String()},
+}
+_KEY = {"trajectory_id", "group", "sample", "attempt"}
+
+
+def scan_trajectories(folder: RunFolder, given: str, of_step: Mapping[str, PartitionValue]) -> pl.LazyFrame:
+    """Return the joined trajectories of a run; only the data sets that a query's columns need are read.
+
+    Args:
+        folder: of the run.
+        given: NAME@VERSION of the rewards; empty: the scorer that the run trains on.
+        of_step: the partition of the rows to read; empty: all.
+    """
+    rollouts = scan_dataset(folder, "rollouts", of_step)
+    scorer = given or resolve_scorer(folder)
+    schema = rollouts.collect_schema()
+    joined = {name: kind for columns in _JOINED.values() for name, kind in columns.items()}
+
+    def read(
+        names: list[str] | None, predicate: pl.Expr | None, n_rows: int | None, _: int | None
+    ) -> Iterator[pl.DataFrame]:
+        names = [*schema, *joined] if names is None else names
+        needed = {*names, *(predicate.meta.root_names() if predicate is not None else ())}
+        asked = {dataset for dataset, columns in _JOINED.items() if needed & {*columns}}
+        own = rollouts.select(name for name in schema if name in needed | _KEY)
+        found = _join(own, _scan_joined(folder, scorer, asked, of_step))
+        yield finish_scan(found.lazy(), names, predicate, n_rows)
+
+    return register_io_source(read, schema=pl.Schema({**schema, **joined}))
+
+
+def _scan_joined(
+    folder: RunFolder, scorer: str | None, asked: set[str], of_step: Mapping[str, PartitionValue]
+) -> dict[str, pl.LazyFrame]:
+    """Return what is joined to the rollouts, by the data set; `subgroups` are those of `groups`, if `scores` has others."""
+    found: dict[str, pl.LazyFrame] = {}
+    # Groups are those of the scorer that the run trains on, and only that one's subgroups are theirs.
+    trained = _find_trained_scorer(folder, scorer) if "groups" in asked else scorer
+    if "scores" in asked or ("groups" in asked and trained == scorer):
+        columns = (pl.col("reward").fill_nan(None), pl.col("status").alias("score_status"), "subgroup")
+        found["scores"] = _scan_scores(folder, scorer, of_step).select("trajectory_id", *columns)
+    if "batches" in asked:
+        own = select_own_rows(scan_dataset(folder, "batches", of_step))
+        found["batches"] = own.select("trajectory_id", "advantage")
+    if "groups" in asked:
+        groups = scan_dataset(folder, "groups", of_step)
+        found["groups"] = groups.select("group", "subgroup", pl.col("reason").alias("group_reason"))
+        if trained != scorer:
+            scores = _scan_scores(folder, trained, of_step)
+            found["subgroups"] = scores.select("trajectory_id", pl.col("subgroup").alias("_subgroup"))
+    return found
+
+
+def _scan_scores(
+    folder: RunFolder, scorer: str | None, of_step: Mapping[str, PartitionValue]
+) -> pl.LazyFrame:
+    return scan_dataset(folder, "scores", {**({"scorer": scorer} if scorer else {}), **of_step})
+
+
+def _find_trained_scorer(folder: RunFolder, chosen: str | None) -> str | None:
+    """Return the scorer that the run trains on; the chosen one if the run does not name it."""
+    try:
+        return resolve_scorer(folder) or chosen
+    except ConfigError:
+        return chosen
+
+
+def _join(rollouts: pl.LazyFrame, others: Mapping[str, pl.LazyFrame]) -> pl.DataFrame:
+    """Join rollouts, last attempts only, with what `_scan_joined` gives; a trajectory without a score is of subgroup 0."""
+    found, *tables = pl.collect_all([rollouts, *others.values()])
+    rows = dict(zip(others, tables, strict=True))
+    # Nearly all runs have one attempt at each trajectory, and to group a million rows for that takes long.
+    if len(found) and found["attempt"].max() != 0:
+        found = last_attempts(found.lazy()).collect()
+    for name in ("scores", "batches", "subgroups"):
+        if name in rows:
+            found = found.join(rows[name], on="trajectory_id", how="left", maintain_order="left")
+    if "groups" in rows:
+        of_row = pl.col("_subgroup" if "subgroups" in rows else "subgroup").fill_null(0).alias("_subgroup")
+        found = found.with_columns(of_row).join(
+            rows["groups"],
+            left_on=["group", "_subgroup"],
+            right_on=["group", "subgroup"],
+            how="left",
+            coalesce=True,
+            maintain_order="left",
+        )
+    return found
