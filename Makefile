@@ -29,7 +29,7 @@ OPENENV_STAMP := .venv-openenv/.complete
 # Passes pip's find-links and the choice of torch's build on to uv.
 INSTALL := .venv/bin/python -m rollmill.flows.project.uv_install
 
-.PHONY: help setup quickstart deploy test test-all rehearsal test-packages check bench bench-full clean
+.PHONY: help setup quickstart deploy test test-all rehearsal test-packages check docs bench bench-full clean
 
 help:  ## list the jobs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -57,6 +57,10 @@ check: $(MAIN_STAMP)  ## format, lint, types, import rules, quick tests
 	@.venv/bin/mypy
 	@.venv/bin/lint-imports
 	@.venv/bin/pytest -q $(SIDE_BY_SIDE) 3 -m "not service and not slow and not long" $(ARGS)
+
+docs: $(MAIN_STAMP)  ## build the documentation as a site with search in .rollmill/site, and serve it until Ctrl-C
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+	@.venv/bin/python -m http.server --directory .rollmill/site --bind 127.0.0.1 8000
 
 bench: setup  ## quick benchmarks, without peers, in 15 minutes; ARGS="sync lag" for these alone
 	@.venv/bin/python -m benchmarks.run quick $(ARGS)

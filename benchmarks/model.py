@@ -3,7 +3,7 @@
 Each law is a line through two or three measured sizes, but for what a trajectory costs the flow: that is a step of 512 without
 task runs, less what its rows cost, divided by 512, so that what a step costs once is in it. What a law says for more than was measured is the order of growth;
 a network's, a disk's or a GPU's bandwidth is another machine's, and none is in here but where it is named. Prints the two
-tables of docs/performance.md, which `python -m benchmarks.run table` writes there.
+tables of docs/lab/performance.md, which `python -m benchmarks.run table` writes there.
 """
 
 import json

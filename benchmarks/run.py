@@ -2,7 +2,7 @@
 
 Quick ones measure the same figures with fewer passes, and no peer; full ones everything, peers in separate environments.
 A script that fails is reported at the end, and the others still run. Results go to benchmarks/results.json, and from there
-into the table of docs/performance.md. A ratio that looks worse than benchmarks/baseline.json allows is measured twice
+into the table of docs/lab/performance.md. A ratio that looks worse than benchmarks/baseline.json allows is measured twice
 more; when the median of three is worse too, the command fails. It fails too when a declared figure is not measured, and
 when one that has no noise misses its target.
 """
@@ -124,7 +124,7 @@ async def run_all(benchmarks: Sequence[Benchmark], suite: Suite) -> Outcome:
 
 
 def write_pages(results: Results) -> None:
-    """Write the figures, the missed targets and the cost model of docs/performance.md."""
+    """Write the figures, the missed targets and the cost model of docs/lab/performance.md."""
     page = table.between(table.PAGE.read_text(), "table", table.table(BENCHMARKS, results))
     page = table.between(page, "missed", table.missed(BENCHMARKS, results))
     table.PAGE.write_text(table.between(page, "model", model.text(results)))

@@ -2,7 +2,7 @@
 
 The run is stored on this disk, and on an S3 server in a separate process (moto's, which answers one request at a time).
 Each step's partition has one shard, as after its compaction. `inspect` is the whole command, from its start to its
-end; the column is read and summed in this process, and so are the questions of docs/queries.md answered.
+end; the column is read and summed in this process, and so are the questions of docs/how-to/queries.md answered.
 """
 
 import argparse
@@ -156,8 +156,8 @@ def one_column(folder: RunFolder, steps: int) -> None:
 
 
 def slowest_query(folder: RunFolder) -> float:
-    """Largest of the median wall times of the five questions of docs/queries.md."""
-    page = (Path(__file__).parents[1] / "docs" / "queries.md").read_text()
+    """Largest of the median wall times of the five questions of docs/how-to/queries.md."""
+    page = (Path(__file__).parents[1] / "docs" / "how-to" / "queries.md").read_text()
     section = page.partition("## Five questions")[2].partition("\n## ")[0]
     questions = re.findall(r"^```sql\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     assert len(questions) == 5

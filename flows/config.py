@@ -192,7 +192,7 @@ FOREIGN = {
     "vllm_max_model_length": "serve.max_model_len",
     "vllm_structured_outputs_regex": "rollout.sampling.structured_output",
 }
-"""Settings for what TRL, verl and prime-rl call otherwise, by the last part of its name there; docs/glossary.md has all."""
+"""Settings for what TRL, verl and prime-rl call otherwise, by the last part of its name there; docs/reference/glossary.md has all."""
 
 
 DEEPEST_SECTION = 3
@@ -258,7 +258,7 @@ class RetrainConfig(StageConfig):
     where: str = setting(
         "",
         "Condition in SQL on the stored groups to draw from, such as `step < 10 and reward between 0.2 and 0.8` "
-        "(docs/rescoring.md has the columns); empty: all of the finished steps.",
+        "(docs/how-to/rescoring.md has the columns); empty: all of the finished steps.",
         fixed=True,
     )
     order_by: str = setting(
@@ -282,7 +282,7 @@ class RescoreConfig(FlowConfig):
     last_step: int = setting(-1, "Last step to score; -1: the last stored one.", ge=-1, basic=True)
     where: str = setting(
         "",
-        "Condition in SQL on the stored groups to score, such as `env = 'addition'` (docs/rescoring.md has the columns); empty: all.",
+        "Condition in SQL on the stored groups to score, such as `env = 'addition'` (docs/how-to/rescoring.md has the columns); empty: all.",
         basic=True,
     )
     evaluations: bool = setting(False, "Also score stored held-out trajectories.", basic=True)
@@ -316,7 +316,7 @@ class AnnotateConfig(FlowConfig):
     last_step: int = setting(-1, "Last step; -1: the last stored one.", ge=-1, basic=True)
     where: str = setting(
         "",
-        "Condition in SQL on the stored groups, such as `env = 'addition'` (docs/rescoring.md has the columns); empty: all.",
+        "Condition in SQL on the stored groups, such as `env = 'addition'` (docs/how-to/rescoring.md has the columns); empty: all.",
         basic=True,
     )
     max_in_flight: int = setting(256, "Largest number of concurrent requests to the teacher.", ge=1)

@@ -1,4 +1,4 @@
-"""docs/reference.md, made from the descriptions of settings and commands: `python -m rollmill.flows.reference` writes it."""
+"""docs/reference/settings.md, made from the descriptions of settings and commands: `python -m rollmill.flows.reference` writes it."""
 
 import re
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from rollmill.flows.cli import app
 from rollmill.flows.forms import FORMS
 from rollmill.tasks.config import StageConfig, import_named
 
-PAGE = Path("docs") / "reference.md"
+PAGE = Path("docs") / "reference" / "settings.md"
 DEPLOYMENTS = Path("prefect.yaml")
 TITLE = """\
 # Reference
@@ -24,7 +24,7 @@ TITLE = """\
 Every flow's settings and every command, as they describe themselves. `python -m rollmill.flows.reference` writes this page.
 
 A setting is named as `--set` takes it: `--set train.lr=1e-6`. **Fixed** settings cannot change when a run is resumed
-([operations](operations.md#resuming-a-run)). No number may be infinite or NaN. A list is written `[one,two]`.
+([operations](../how-to/operations.md#resuming-a-run)). No number may be infinite or NaN. A list is written `[one,two]`.
 """
 _SETTINGS_HEAD = "| setting | type | default | allowed | fixed | meaning |\n|---|---|---|---|---|---|"
 _COMMANDS_HEAD = "| argument or option | meaning |\n|---|---|"
@@ -32,7 +32,7 @@ _LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 
 
 def page(deployments: Path = DEPLOYMENTS) -> str:
-    """Return the text of docs/reference.md: every flow that prefect.yaml deploys, every setting and every command."""
+    """Return the text of docs/reference/settings.md: every flow that prefect.yaml deploys, every setting and every command."""
     flows = list_deployed_flows(deployments)
     parts = [TITLE, "## Flows\n", "\n".join(_flows(flows)), "\n".join(_sections(flows)), "## Commands\n"]
     return "\n".join([*parts, "\n".join(_commands())]).rstrip() + "\n"

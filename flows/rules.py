@@ -66,7 +66,7 @@ def check_correction(train: TrainConfig, altered: Sequence[str]) -> None:
         return
     mode, level = train.importance.mode, train.importance.level
     why = f"{', '.join(altered)}: tokens are sampled from another distribution than the one that is trained"
-    undo = "or train on what was sampled without it (docs/rollouts.md)"
+    undo = "or train on what was sampled without it (docs/how-to/rollouts.md)"
     has_ratio = HAS_RATIO.get(train.loss, True)
     if mode == "none":
         further = (
@@ -99,7 +99,7 @@ def _check_replay(config: RunConfig) -> None:
         and_old = "" if has_ratio else f", since the loss {train.loss} has no ratio"
         remedy = (
             f"rollout.replay.share = {share:g}: earlier policies sampled the stored groups; set it to truncated{and_old}, so that each "
-            "token is weighted by the ratio of both policies (docs/rollouts.md)"
+            "token is weighted by the ratio of both policies (docs/how-to/rollouts.md)"
         )
         raise ConfigError("train.importance.mode", train.importance.mode, remedy)
 
@@ -110,7 +110,7 @@ def describe_altered(altered: Sequence[str]) -> str:
         return ""
     return (
         f"{', '.join(altered)}: stored log-probabilities are those of the distribution that tokens are sampled from, not of the "
-        "trained one; training corrects for that with train.importance (docs/rollouts.md)"
+        "trained one; training corrects for that with train.importance (docs/how-to/rollouts.md)"
     )
 
 
@@ -198,7 +198,7 @@ def _model_rules(config: RunConfig) -> list[Rule]:
             "score.scorer",
             not score.scorer and not score.sum,
             f"name the scorer that gives rewards: {', '.join(sorted(SCORERS))}, or your own as package.module:function "
-            "(docs/scorers.md)",
+            "(docs/how-to/scorers.md)",
         ),
     ]
 
@@ -225,7 +225,7 @@ def _rollout_rules(config: RunConfig) -> list[Rule]:
         (
             "rollout.keep_states",
             bool(rollout.keep_states) and not environment_library(rollout),
-            f"is for library environments only; {rollout.environment} declares its states itself (docs/environments.md)",
+            f"is for library environments only; {rollout.environment} declares its states itself (docs/how-to/environments.md)",
         ),
         (
             "rollout.environment_args",

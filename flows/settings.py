@@ -249,7 +249,9 @@ def _suggest_setting(field: str, names: Sequence[str]) -> str:
     last = [name.rpartition(".")[2] for name in names]
     close = difflib.get_close_matches(field.rpartition(".")[2], last, n=1, cutoff=LEAST_LIKENESS)
     if not close:
-        return "; `rollmill settings` lists all, docs/glossary.md the names of TRL, verl and prime-rl"
+        return (
+            "; `rollmill settings` lists all, docs/reference/glossary.md the names of TRL, verl and prime-rl"
+        )
     same = [name for name, its_last in zip(names, last, strict=True) if its_last == close[0]]
     return suggest(field, same, cutoff=0.0)
 

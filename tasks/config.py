@@ -51,7 +51,7 @@ YEAR_S = 31_536_000.0
 """Upper bound of time limits, in seconds: libraries overflow far above it."""
 NO_SECRET = (
     "an address may hold no user name, password or key: settings are stored and shown; leave them out, and give them by "
-    "the environment variables that docs/security.md names"
+    "the environment variables that docs/explanation/security.md names"
 )
 NO_SECRET_MEMBER = (
     "holds a key, password or token, and settings are stored and shown: have the environment read it from an environment "

@@ -148,7 +148,7 @@ STORING = (
     ),
     Benchmark(
         "endurance",
-        full=("--picture", "docs/endurance.png"),
+        full=("--picture", "docs/images/endurance.png"),
         figures=(Figure("rss_growth", "x", 0.02, is_steady=False),),
     ),
     Benchmark(

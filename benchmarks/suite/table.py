@@ -1,4 +1,4 @@
-"""The table of docs/performance.md: every figure as measured last, its target, and what it is compared with."""
+"""The table of docs/lab/performance.md: every figure as measured last, its target, and what it is compared with."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,7 +6,7 @@ from benchmarks.suite.figures import Benchmark, Comparison, Figure
 from benchmarks.suite.process import ROOT
 from benchmarks.suite.results import Result, Results
 
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "lab" / "performance.md"
 MISSED = "**missed**"
 HEADINGS = ("benchmark", "figure", "measured", "target", "", "to the peer", "to the limit", "measured on")
 

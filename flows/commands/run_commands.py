@@ -164,7 +164,7 @@ def memory(
         ),
     ] = 0.0,
 ) -> None:
-    """Compute the memory of a trainer rank and of a server, and say what to change if a GPU has less (docs/scale.md)."""
+    """Compute the memory of a trainer rank and of a server, and say what to change if a GPU has less (docs/lab/scale.md)."""
     from rollmill.flows.checks.memory_report import memory_lines
     from rollmill.flows.settings import load
 

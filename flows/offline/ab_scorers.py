@@ -31,7 +31,7 @@ async def check_scorer_state(compared: AbComparison, key: str) -> None:
         ConfigError: names the scorer and a trajectory with both rewards.
     """
     terms, config = compared.terms[key], compared.rescore_config(key)
-    where = "in docs/scorers.md, under Scorers that keep state"
+    where = "in docs/how-to/scorers.md, under Scorers that keep state"
     if terms.keeps_state:
         remedy = f"it declares keeps_state = True, so that the arms would not be rewarded alike ({where})"
         raise ConfigError("--scorer", key, remedy)

@@ -31,7 +31,7 @@ class Span(NamedTuple):
     Attributes:
         process: `flow`, `trainer/RANK`, or a server's address.
         lane: one sequence of work in the process: `step`, `main`, or a trajectory as GROUP.SAMPLE.
-        name: the work, as listed in docs/spans.md.
+        name: the work, as listed in docs/reference/spans.md.
         step: the step the work was done for; -1 for none.
         started_ns: nanoseconds since 1970, by the clock of that process's machine.
         duration_ns: nanoseconds, by that process's monotonic clock.

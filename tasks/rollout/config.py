@@ -190,7 +190,7 @@ class ReplayConfig(StageConfig):
     )
     where: str = setting(
         "",
-        "Condition in SQL on the stored groups to draw from, such as `steps_ago <= 20 and replays < 2` (docs/rollouts.md has the "
+        "Condition in SQL on the stored groups to draw from, such as `steps_ago <= 20 and replays < 2` (docs/how-to/rollouts.md has the "
         "columns); empty: all that can be trained on.",
     )
     order_by: str = setting(
@@ -354,7 +354,7 @@ class RolloutConfig(StageConfig):
     env_variables: tuple[VariablePattern, ...] = setting(
         (),
         "Further environment variables for worker processes of environments and scorers, such as [MY_API_KEY,MY_*]; they have "
-        "PATH, HOME, LANG, CUDA_*, HF_*, PYTHON* and the like without secrets (docs/security.md). [*]: all.",
+        "PATH, HOME, LANG, CUDA_*, HF_*, PYTHON* and the like without secrets (docs/explanation/security.md). [*]: all.",
     )
     trajectory_timeout_s: float = setting(
         900.0,

@@ -171,7 +171,9 @@ def check_environment(environment: Environment, config: RolloutConfig) -> Episod
         kind, text = describe_error(error)
         fault, episode = f"{kind}: {text}", None
     if fault or episode is None:
-        raise ConfigError(FIELD, config.environment, f"{fault}; docs/environments.md has the interface")
+        raise ConfigError(
+            FIELD, config.environment, f"{fault}; docs/how-to/environments.md has the interface"
+        )
     return episode
 
 

@@ -10,7 +10,7 @@ class SandboxConfig(StageConfig):
 
     provider: str = setting(
         "bubblewrap",
-        "What makes a sandbox: bubblewrap, or the import path package.module:Class of your own (docs/sandbox.md).",
+        "What makes a sandbox: bubblewrap, or the import path package.module:Class of your own (docs/how-to/sandbox.md).",
         fixed=True,
     )
     timeout_s: float = setting(

@@ -70,7 +70,7 @@ class ScoreConfig(StageConfig):
         "mean",
         "How advantages follow from rewards. none: the reward. zero: 0, for training by the KL term alone. mean: minus the group's mean. mean_std: that, divided by the "
         "group's standard deviation. rloo: minus the mean of the group's other rewards. reinforce_pp: minus the group's "
-        "mean, divided by the batch's standard deviation. Or an import path package.module:function (docs/algorithms.md).",
+        "mean, divided by the batch's standard deviation. Or an import path package.module:function (docs/reference/algorithms.md).",
         fixed=True,
         basic=True,
     )

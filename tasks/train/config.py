@@ -95,7 +95,7 @@ class TrainConfig(StageConfig):
     loss: str = setting(
         "ppo_clip",
         "Loss of a token: ppo_clip (PPO, GRPO, Dr. GRPO, DAPO), reinforce, cispo, gspo, or an import path "
-        "package.module:function (docs/algorithms.md).",
+        "package.module:function (docs/reference/algorithms.md).",
         basic=True,
     )
     lr: float = setting(1e-6, "Learning rate of AdamW.", ge=0.0, le=1.0, basic=True)

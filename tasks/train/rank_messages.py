@@ -21,7 +21,7 @@ T = TypeVar("T")
 _MOST_BYTES = 2**34
 """16 GiB: every rank allocates as much as the largest message has. A billion tokens have 4 GiB of log-probabilities."""
 
-_REMEDY = "restart the trainer; if this happens again, another program takes part in its process group: see docs/security.md"
+_REMEDY = "restart the trainer; if this happens again, another program takes part in its process group: see docs/explanation/security.md"
 
 
 def gather_messages(own: T, kind: type[T]) -> list[T]:

@@ -21,7 +21,7 @@ _PAPER_SETTINGS = {
     "cispo": "train.clip_low=1 and train.clip_high=4",
     "gspo": "train.clip_low=3e-4, train.clip_high=4e-4 and train.normalization=sequence",
 }
-"""What a loss is used with whose ratio the default bounds, those of ppo_clip, do not fit: docs/algorithms.md has the papers."""
+"""What a loss is used with whose ratio the default bounds, those of ppo_clip, do not fit: docs/reference/algorithms.md has the papers."""
 
 
 def check_objective(config: TrainConfig, *, has_ratio: bool | None = None) -> None:

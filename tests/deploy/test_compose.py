@@ -61,8 +61,8 @@ def test_files_that_compose_mounts_or_reads_are_there() -> None:
 
 
 def lines_of_the_page(*beginnings: str) -> str:
-    """Lines of docs/cluster.md that begin so."""
-    lines = (ROOT / "docs" / "cluster.md").read_text().splitlines()
+    """Lines of docs/how-to/cluster.md that begin so."""
+    lines = (ROOT / "docs" / "how-to" / "cluster.md").read_text().splitlines()
     found = [line for line in lines if line.startswith(beginnings)]
     assert found
     return "\n".join(found)

@@ -1,4 +1,4 @@
-"""A trainer on two nodes: the manifests of deploy/two-nodes and the Slurm script of docs/gpu.md, by the product's own command line."""
+"""A trainer on two nodes: the manifests of deploy/two-nodes and the Slurm script of docs/how-to/gpu.md, by the product's own command line."""
 
 import os
 import re
@@ -126,7 +126,7 @@ FAKES = {
 
 def run_slurm_script(folder: Path) -> list[tuple[str, list[str]]]:
     """Run the page's script with a fake Slurm of two nodes; returns (node, words) of each command that it starts there."""
-    (script,) = SLURM.findall((ROOT / "docs" / "gpu.md").read_text())
+    (script,) = SLURM.findall((ROOT / "docs" / "how-to" / "gpu.md").read_text())
     for name, body in FAKES.items():
         (folder / name).write_text(f"#!/bin/sh\n{body}\n")
         (folder / name).chmod(0o700)

@@ -24,10 +24,10 @@ from rollmill.flows.presets import preset_values
 from rollmill.flows.settings import apply_overrides, parse_settings
 
 ROOT = Path(__file__).parents[2]
-GENERATED = {"reference.md"}
+GENERATED = {"settings.md"}
 PAGES = [
     ROOT / "README.md",
-    *(each for each in sorted((ROOT / "docs").glob("*.md")) if each.name not in GENERATED),
+    *(each for each in sorted((ROOT / "docs").rglob("*.md")) if each.name not in GENERATED),
 ]
 # A bash fence is a script; tests/deploy/test_two_nodes.py runs the one that there is.
 LANGUAGES = {"sh", "bash", "console", "python", "yaml", "text", "mermaid", "json", "sql", "toml"}

@@ -8,9 +8,9 @@ import pytest
 from rollmill.flows.settings import describe
 
 ROOT = Path(__file__).parents[2]
-GENERATED = {"reference.md"}
+GENERATED = {"settings.md"}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"] + [
-    page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in GENERATED
+    page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name not in GENERATED
 ]
 INSTEAD = {
     r"\b(go(es)?|going|gone|went) on\b": "resume, continue",

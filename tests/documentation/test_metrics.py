@@ -11,7 +11,7 @@ from rollmill.tasks.train.service.rank_timeline import PHASES
 ROOT = Path(__file__).parents[2]
 STAGES = "rollout|score|serve|sync|train|retrain|time|drops|submit|loop|memory|observe|store"
 METRIC = re.compile(rf"(?:{STAGES})/[a-z0-9_]*[a-z0-9]")
-DOCS = "".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
+DOCS = "".join(page.read_text() for page in sorted((ROOT / "docs").rglob("*.md")))
 
 
 def metric_names() -> set[str]:
@@ -45,5 +45,5 @@ def test_every_metric_is_on_a_page() -> None:
 
 
 def test_every_phase_of_a_rank_is_on_the_page_of_spans() -> None:
-    page = (ROOT / "docs" / "spans.md").read_text()
+    page = (ROOT / "docs" / "reference" / "spans.md").read_text()
     assert [phase for phase in PHASES if f"`{phase}`" not in page] == []

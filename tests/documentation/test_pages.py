@@ -1,7 +1,9 @@
 """README and docs hold together: links lead somewhere, settings in YAML exist, Python is run by a test."""
 
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from rollmill.flows.settings import parse_settings, settings
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")] + sorted(
-    (ROOT / "docs").glob("*.md")
+    (ROOT / "docs").rglob("*.md")
 )
 IDS = [page.name for page in PAGES]
 LARGEST_PICTURE_BYTES = 200_000
@@ -59,11 +61,13 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert lost == []
 
 
-def test_every_page_is_linked_from_the_readme() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert [
-        page.name for page in PAGES if page.parent.name == "docs" and f"(docs/{page.name}" not in readme
-    ] == []
+def test_every_page_is_in_the_index_and_in_the_sites_navigation() -> None:
+    docs = ROOT / "docs"
+    names = {page.relative_to(docs).as_posix() for page in PAGES if page.is_relative_to(docs)} - {"index.md"}
+    linked = re.findall(r"\]\(([^)#]+\.md)\)", (docs / "index.md").read_text())
+    assert sorted(linked) == sorted(names)
+    listed = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text())
+    assert sorted(listed) == sorted({*names, "index.md"})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
@@ -104,9 +108,21 @@ def test_a_file_that_is_named_exists(page: Path) -> None:
 
 def test_pictures_are_small() -> None:
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "docs/*.png"],
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "docs/images/*.png"],
         cwd=ROOT, capture_output=True, check=True, text=True,
     )  # fmt: skip
     sizes = {name: (ROOT / name).stat().st_size for name in listed.stdout.splitlines()}
     assert sizes
     assert {name: size for name, size in sizes.items() if size > LARGEST_PICTURE_BYTES} == {}
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
+        cwd=ROOT, capture_output=True, check=False, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+    assert (built.returncode, built.stdout, built.stderr) == (0, "", "")
+    assert "quickstart" in (tmp_path / "search" / "search_index.json").read_text()
+    pages = "".join(page.read_text() for page in tmp_path.rglob("*.html"))
+    assert re.findall(r"<(?:script|link)[^>]+(?:src|href)=\"https?://[^\"]+\"[^>]*>", pages) == []

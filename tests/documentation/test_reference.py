@@ -1,4 +1,4 @@
-"""Settings and commands behave as docs/reference.md describes them."""
+"""Settings and commands behave as docs/reference/settings.md describes them."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ from rollmill.tasks.config import StageConfig
 from rollmill.tasks.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "reference.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "settings.md").read_text()
 DEFAULTS = RunConfig().model_dump(mode="json")
 ROWS = {
     cells[0].strip("| `"): [cell.strip() for cell in cells[1:]]

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.service, pytest.mark.long]
 PRESET = Path(__file__).parents[2] / "conf" / "quickstart.yaml"
 LARGEST_DISTANCE = 0.08
 """Of the last held-out rewards of both precisions: three standard deviations of the difference of two runs, which by the seeds
-in docs/quickstart.md is .026."""
+in docs/tutorials/quickstart.md is .026."""
 LEARNED = 0.85
 """Least last held-out reward; the start model has some 0.5."""
 

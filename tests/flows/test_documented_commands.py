@@ -67,7 +67,8 @@ SNIPPETS = {"README.md": 2, "compaction.md": 2, "checkpoints.md": 1, "storage.md
 
 
 def page(name: str) -> str:
-    return ((ROOT if name == "README.md" else ROOT / "docs") / name).read_text()
+    (found,) = [ROOT / name] if name == "README.md" else (ROOT / "docs").rglob(name)
+    return found.read_text()
 
 
 def smaller(text: str, s3_root: str) -> list[str]:

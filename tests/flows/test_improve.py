@@ -101,7 +101,7 @@ def test_a_cycle_that_is_killed_five_times_ends_as_one_that_is_not(workplace: An
 
 
 def test_the_scorer_of_the_tutorial_knows_right_sums_and_its_users_are_a_program() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "improve.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "tutorials" / "improve.md").read_text()
     scorer, users = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     found: dict[str, Any] = {}
     exec(scorer, found)

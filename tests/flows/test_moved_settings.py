@@ -62,7 +62,9 @@ def test_a_new_name_is_a_setting(name: str) -> None:
 
 def test_names_of_other_libraries_are_those_of_the_glossary_and_lead_to_settings() -> None:
     _, table = (
-        (Path(__file__).parents[2] / "docs/glossary.md").read_text().split("## From TRL, verl and prime-rl")
+        (Path(__file__).parents[2] / "docs/reference/glossary.md")
+        .read_text()
+        .split("## From TRL, verl and prime-rl")
     )
     for name, ours in FOREIGN.items():
         assert re.search(rf"\b{name}\b", table), name

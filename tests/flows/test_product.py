@@ -1,4 +1,4 @@
-"""The product as people meet it: docs/tutorial.md, step by step, in a real browser, and a run that is cancelled there.
+"""The product as people meet it: docs/tutorials/tutorial.md, step by step, in a real browser, and a run that is cancelled there.
 
 Prefect has two UIs. All addresses that Rollmill prints lead to the newer one, in which nearly all of this is done.
 
@@ -43,7 +43,7 @@ CANCEL_MS = 120_000
 PICTURE = "img[src^='data:image/']"
 OLDER_UI = "/dashboard"
 SCHEDULED = {"flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}}}
-TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
+TUTORIAL = (ROOT / "docs" / "tutorials" / "tutorial.md").read_text()
 
 
 def fences(language: str) -> list[str]:

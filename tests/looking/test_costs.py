@@ -197,7 +197,7 @@ def test_sql_has_them_by_prompt(timed_run: RunFolder) -> None:
 
 
 def test_the_query_of_the_page_names_the_costliest_prompts(timed_run: RunFolder) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "queries.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "queries.md").read_text()
     (query,) = (each for each in re.findall(r"```sql\n(.*?)```", page, re.DOTALL) if "from costs" in each)
     found = api.open_run(timed_run.location).sql(query)
     assert found["server_s"].to_list()[:2] == pytest.approx([5.0, 5.0])

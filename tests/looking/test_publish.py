@@ -244,7 +244,7 @@ def test_rows_that_were_deleted_from_a_table_do_not_come_back(small_run: RunFold
 @pytest.mark.parametrize("has_table", [False, True])
 def test_of_two_commands_at_once_one_is_refused(lake: Lake, small_run: RunFolder, has_table: bool) -> None:
     if lake.form == "lance" and has_table:
-        pytest.skip("Lance appends both, as docs/publish.md says")
+        pytest.skip("Lance appends both, as docs/how-to/publish.md says")
     groups = list(list_parts(small_run, "groups"))
 
     def append(place: Place, *parts: StoredPart) -> None:
@@ -362,7 +362,7 @@ def test_the_page_reads_tables_of_three_formats(
     monkeypatch.chdir(tmp_path)
     for to, dataset in (("delta", "rollouts"), ("iceberg", "scores"), ("lance", "metrics")):
         publish_runs([small_run], f"{to}:lake/{to}", [dataset])
-    page = (Path(__file__).parents[2] / "docs" / "publish.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "publish.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     found: dict[str, pl.DataFrame] = {}
     exec(code, found)

@@ -1,4 +1,4 @@
-"""The recipes of docs/datasets.md, run as they are written there, and what they give."""
+"""The recipes of docs/reference/datasets.md, run as they are written there, and what they give."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from rollmill.tasks.store.schemas import dataset_schema
 from rollmill.tasks.store.shards.shard import write_shard
 from rollmill.tasks.store.shards.shard_names import ShardName
 
-PAGE = (Path(__file__).parents[2] / "docs" / "datasets.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "datasets.md").read_text()
 RECIPES = PAGE.split("\n## Ten recipes\n")[1].split("\n## ")[0]
 FIRST, *SECTIONS = re.split(r"\n### ", RECIPES)
 Names = dict[str, Any]
@@ -36,7 +36,7 @@ def run_recipe(section: str, run: RunFolder) -> Names:
     """Return a recipe's variables after it is run on a run."""
     names: Names = {}
     source = f"{code(FIRST)}\n{code(section)}".replace("runs/quickstart", str(run.local))
-    exec(compile(source, f"docs/datasets.md, recipe {section.splitlines()[0]}", "exec"), names)
+    exec(compile(source, f"docs/reference/datasets.md, recipe {section.splitlines()[0]}", "exec"), names)
     return names
 
 

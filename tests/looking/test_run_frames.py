@@ -30,7 +30,7 @@ from rollmill.tasks.store.shards.shard_names import ShardName
 from rollmill.tasks.store.shards.writer import RunWriter
 
 Command = Callable[..., str]
-PAGE = (Path(__file__).parents[2] / "docs" / "queries.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "queries.md").read_text()
 QUESTIONS = re.findall(r"^```sql\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 

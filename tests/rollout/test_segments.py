@@ -35,7 +35,7 @@ from rollmill.tasks.store.segments import (
     read_segments,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "environments.md"
 TEMPLATE = """
 {%- for message in messages %}{{ '(' + message.role + ')' + message.content + '<eos>|' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '(assistant)' }}{% endif %}

@@ -1,4 +1,4 @@
-"""Tools, and the environment of docs/environments.md."""
+"""Tools, and the environment of docs/how-to/environments.md."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from rollmill.tasks.rollout.tools import ToolCall, run_tool, tool_calls
 from rollmill.tasks.rollout.trajectory import Trajectory, TrajectoryRequest
 from rollmill.tasks.score.scorers.code_scorer import find_program
 
-PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "environments.md"
 CALL = '<tool_call>\n{"name": "price", "arguments": {"fruit": "FRUIT"}}\n</tool_call>'
 
 

@@ -125,7 +125,7 @@ def test_a_provider_that_is_not_there_is_refused() -> None:
 
 
 async def test_the_examples_of_the_documentation_work() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "sandbox.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "sandbox.md").read_text()
     provider, use = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
     exec(provider + use, names)

@@ -1,4 +1,4 @@
-"""docs/scorers.md is true: its examples run, and every registered scorer and setting is there."""
+"""docs/how-to/scorers.md is true: its examples run, and every registered scorer and setting is there."""
 
 import re
 import sys
@@ -15,7 +15,7 @@ from rollmill.tasks.score.scoring import Scoring
 from rollmill.tasks.score.terms import SCORERS
 from rollmill.tasks.store.rows import Rows, column_values
 
-PAGE = (Path(__file__).parents[2] / "docs" / "scorers.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "scorers.md").read_text()
 MODULE = "documented_rewards"
 
 

@@ -162,7 +162,9 @@ def test_passwords_of_the_documented_command_are_readable_for_their_owner_only(t
     (tmp_path / "deploy").mkdir()
     shutil.copy(ROOT / "deploy" / "secrets.example", tmp_path / "deploy")
     (command,) = re.findall(
-        r"^umask.*\n.*openssl rand.*> \.env$", (ROOT / "docs" / "cluster.md").read_text(), re.MULTILINE
+        r"^umask.*\n.*openssl rand.*> \.env$",
+        (ROOT / "docs" / "how-to" / "cluster.md").read_text(),
+        re.MULTILINE,
     )
     subprocess.run(["bash", "-c", f"umask 022\n{command}"], cwd=tmp_path, check=True)
     assert stat.S_IMODE((tmp_path / ".env").stat().st_mode) == 0o600

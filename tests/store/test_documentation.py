@@ -1,4 +1,4 @@
-"""docs/datasets.md and docs/integrity.md say what is there."""
+"""docs/reference/datasets.md and docs/reference/integrity.md say what is there."""
 
 from inspect import getdoc
 from pathlib import Path
@@ -11,7 +11,7 @@ from rollmill.tasks.store.verify.run_verification import RUN_CHECKS, SHARD_CHECK
 from rollmill.tasks.train.settings_verification import find_wrong_settings
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "datasets.md").read_text()
+PAGE = (DOCS / "reference" / "datasets.md").read_text()
 
 
 def test_every_column_is_described_as_its_schema_is() -> None:
@@ -35,4 +35,6 @@ def test_the_checks_of_verify_are_described_as_their_docstrings_are() -> None:
         for check in checks:
             said = " ".join((getdoc(check) or "").partition("\n\nRaises:")[0].split()).removeprefix("Find ")
             table.append(f"| {read} | `{check.__name__}` | {said.removesuffix('.')} |")
-    assert "\n".join(table) in (DOCS / "integrity.md").read_text(), "docs/integrity.md: " + "\n".join(table)
+    assert "\n".join(table) in (DOCS / "reference" / "integrity.md").read_text(), (
+        "docs/reference/integrity.md: " + "\n".join(table)
+    )

@@ -1,4 +1,4 @@
-"""docs/algorithms.md is true: its loss is one, and every preset, loss and advantage is there with its settings."""
+"""docs/reference/algorithms.md is true: its loss is one, and every preset, loss and advantage is there with its settings."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from rollmill.tasks.score.advantages import ADVANTAGES
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.objective.objective import LOSSES, build_loss
 
-PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "algorithms.md").read_text()
 
 
 def test_the_loss_of_the_page_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

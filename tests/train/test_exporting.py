@@ -30,7 +30,7 @@ from tests.stubs.toy_settings import toy_config
 
 pytestmark = pytest.mark.service
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "checkpoints.md"
 SEQUENCE = list(range(2, 40))
 
 

@@ -16,7 +16,7 @@ from rollmill.tasks.train.engine.memory_plan import (
     plan_memory,
 )
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "scale.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "lab" / "scale.md"
 SIZES = {
     "vocab_size": 100,
     "hidden_size": 64,

@@ -41,5 +41,5 @@ def test_messages_of_ranks_arrive_as_they_were_sent_and_foreign_ones_are_refused
         assert error.startswith(
             "rank 1 announces" if name == "size" else "rank 1 sent no message of type dict"
         ), (name, error)
-        assert "docs/security.md" in error, name
+        assert "docs/explanation/security.md" in error, name
     assert not (tmp_path / "executed-0").exists()

@@ -1,4 +1,4 @@
-"""Generate the tables of docs/datasets.md from the schemas: `python -m rollmill.tasks.look.export.dataset_docs`."""
+"""Generate the tables of docs/reference/datasets.md from the schemas: `python -m rollmill.tasks.look.export.dataset_docs`."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pyarrow as pa
 from rollmill.tasks.errors import SchemaError
 from rollmill.tasks.store.schemas import SCHEMAS, STATE_FIELDS
 
-PAGE = Path("docs") / "datasets.md"
+PAGE = Path("docs") / "reference" / "datasets.md"
 HEADINGS = ("column", "type", "shape", "unit", "meaning")
 _TABLE = re.compile(r"^\| column \|.*\n(?:\|.*\n)*", re.MULTILINE)
 
@@ -26,7 +26,7 @@ def columns_table(schema: pa.Schema) -> str:
 
 
 def insert_tables(page: str) -> str:
-    """Return `page`, the text of docs/datasets.md, with the table below each heading `## DATASET` generated from its schema.
+    """Return `page`, the text of docs/reference/datasets.md, with the table below each heading `## DATASET` generated from its schema.
 
     Raises:
         SchemaError: a data set has no section, or its section has no table.

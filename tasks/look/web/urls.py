@@ -1,4 +1,4 @@
-"""Addresses of the viewer's pages, and their queries. docs/viewer.md documents them."""
+"""Addresses of the viewer's pages, and their queries. docs/how-to/viewer.md documents them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

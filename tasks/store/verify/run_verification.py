@@ -312,7 +312,7 @@ Check: TypeAlias = Callable[[View], Iterable[Finding]]
 # Called with the number of shards and steps that are done, and of all.
 ReportProgress = Callable[[int, int], None]
 
-# Every check, by what it reads; docs/integrity.md lists them with their docstrings. Each yields findings, and raises
+# Every check, by what it reads; docs/reference/integrity.md lists them with their docstrings. Each yields findings, and raises
 # ShardError if it cannot read what it needs.
 SHARD_CHECKS: Sequence[Check[ShardView]] = (find_misplaced, find_damage)
 RUN_CHECKS: Sequence[Check[RunView]] = (

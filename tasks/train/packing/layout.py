@@ -21,7 +21,7 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 def choose_layout(model: PreTrainedModel, config: TrainConfig, device: torch.device) -> Layout:
     """Choose padded or varlen (packed) rows by `train.layout`; for varlen the model's attention is replaced.
 
-    `auto` is varlen wherever the model and the machine support it: on CPU, where it was measured (docs/performance.md) as
+    `auto` is varlen wherever the model and the machine support it: on CPU, where it was measured (docs/lab/performance.md) as
     quicker when rows share a prompt and as quick when they do not, and in bfloat16 on CUDA, whose kernel has no float32.
 
     varlen is tried against padded on a small model of the same architecture. Where it fails or gives other values, rows are padded, and
