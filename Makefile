@@ -29,7 +29,7 @@ OPENENV_STAMP := .venv-openenv/.complete
 # Passes pip's find-links and the choice of torch's build on to uv.
 INSTALL := .venv/bin/python -m rollmill.flows.project.uv_install
 
-.PHONY: help setup quickstart deploy test test-all rehearsal test-packages check docs bench bench-full clean
+.PHONY: help setup quickstart deploy test test-all rehearsal test-packages check docs bench bench-full release clean
 
 help:  ## list the jobs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -67,6 +67,12 @@ bench: setup  ## quick benchmarks, without peers, in 15 minutes; ARGS="sync lag"
 
 bench-full: setup  ## all benchmarks and those of peers, in about two hours
 	@.venv/bin/python -m benchmarks.run full $(ARGS)
+
+release: $(MAIN_STAMP)  ## build wheel and source distribution in dist/, and try each in an empty environment
+	@rm -rf dist
+	@$(UV) build --quiet --out-dir dist
+	@ROLLMILL_DISTRIBUTIONS="$(CURDIR)/dist" .venv/bin/pytest -q -m "" tests/test_package.py tests/looking/test_base_install.py $(ARGS)
+	@ls -l dist/*
 
 clean:  ## stop the Prefect server, remove environments and caches; runs/ and models/ stay
 	@if [ -x .venv/bin/rollmill ]; then .venv/bin/rollmill down || true; fi

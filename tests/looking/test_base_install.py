@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +22,17 @@ pytestmark = pytest.mark.slow
 Installed = Callable[..., subprocess.CompletedProcess[str]]
 
 
+def install_base(folder: Path, distribution: Path, python: str) -> Path:
+    """Install a distribution without extras into a new environment; returns the environment's folder."""
+    environment = folder / "environment"
+    subprocess.run([UV, "venv", "--quiet", "--python", python, environment], check=True)
+    constraints = ["--constraint", ROOT / "constraints.txt"]
+    subprocess.run(
+        [UV, "pip", "install", "--quiet", "--python", environment, *constraints, distribution], check=True
+    )
+    return environment
+
+
 # `make release` tests both of what it has built.
 @pytest.fixture(scope="module", params=["wheel", "sdist"] if DISTRIBUTIONS_ENV in os.environ else ["wheel"])
 def base(
@@ -30,22 +42,7 @@ def base(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Installed:
     """Run a command of an environment that has the base alone, in the folder that holds runs/."""
-    environment = tmp_path_factory.mktemp("base") / "environment"
-    subprocess.run([UV, "venv", "--quiet", "--python", sys.executable, environment], check=True)
-    constraints = ["--constraint", ROOT / "constraints.txt"]
-    subprocess.run(
-        [
-            UV,
-            "pip",
-            "install",
-            "--quiet",
-            "--python",
-            environment,
-            *constraints,
-            distributions[request.param],
-        ],
-        check=True,
-    )
+    environment = install_base(tmp_path_factory.mktemp("base"), distributions[request.param], sys.executable)
 
     def run(program: str, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -140,3 +137,48 @@ def test_setup_refuses_a_build_that_there_is_not(base: Installed, tmp_path: Path
         "rollmill: --build = 'rocm': give cpu or cuda, or leave it out\n",
     )
     assert not (tmp_path / "vllm").exists()
+
+
+def find_python(version: str) -> str | None:
+    """A Python of this version on this machine, pyenv's too."""
+    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    for python in (shutil.which(f"python{version}"), *versions.glob(f"{version}.*/bin/python")):
+        # A shim of pyenv fails if its version is not chosen.
+        if python and subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0:
+            return str(python)
+    return None
+
+
+@pytest.mark.parametrize("version", ["3.12", "3.13"])
+def test_the_base_looks_at_a_stored_run_with_other_versions_of_python(
+    distributions: dict[str, Path], small_run: RunFolder, tmp_path: Path, version: str
+) -> None:
+    python = find_python(version)
+    if python is None:
+        pytest.skip(f"Python {version} is not installed")
+    environment = install_base(tmp_path, distributions["wheel"], python)
+    for words in (["inspect", small_run.location], ["sql", small_run.location, "select 1"]):
+        done = subprocess.run(
+            [environment / "bin" / "rollmill", *words],
+            cwd=tmp_path,
+            capture_output=True,
+            check=False,
+            text=True,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.13"])
+def test_the_base_has_wheels_for_macos(version: str) -> None:
+    options = [
+        "--only-binary",
+        ":all:",
+        "--python-platform",
+        "aarch64-apple-darwin",
+        "--python-version",
+        version,
+    ]
+    command = [UV, "pip", "compile", "--quiet", *options, "--constraint", "constraints.txt", "pyproject.toml"]
+    resolved = subprocess.run(command, cwd=ROOT, capture_output=True, check=False, text=True)
+    assert resolved.returncode == 0, resolved.stderr
+    assert "pyarrow==" in resolved.stdout
