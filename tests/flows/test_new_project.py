@@ -82,7 +82,7 @@ def test_existing_files_are_not_overwritten_and_nothing_is_written(tmp_path: Pat
         ("scorer", "class", "it names a Python module"),
         ("scorer", "Mine", "it names a Python module"),
         ("scorer", "json", "an installed module has this name"),
-        ("loss", "torch", "an installed module has this name"),
+        ("loss", "numpy", "an installed module has this name"),
     ],
 )
 def test_a_name_that_could_not_be_imported_is_refused(

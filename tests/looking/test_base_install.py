@@ -60,6 +60,7 @@ def base(
 def test_the_base_looks_at_a_stored_run(base: Installed, tmp_path: Path) -> None:
     for words, expected in (
         (["inspect", "small"], "3 steps trained"),
+        (["list"], "small"),
         (["show", "small", "0.1", "--tokens"], "position"),
         (["sql", "small", "select count(*) as n from trajectories"], "48"),
         (["export", "small", "--to", "parquet", "--output", str(tmp_path / "parquet")], "rollouts.parquet"),
@@ -88,6 +89,7 @@ def test_the_base_has_the_viewer(base: Installed) -> None:
         (["doctor"], "flow"),
         (["rescore", "small", "--scorer", "exact"], "flow"),
         (["plot", "small"], "plot"),
+        (["mcp"], "mcp"),
         (["inspect", "s3://bucket/run"], "s3"),
         (["publish", "small", "--to", "delta:tables"], "publish"),
         (["spans", "small", "--otlp", "http://127.0.0.1:1"], "otel"),
