@@ -27,7 +27,7 @@ from rollmill.flows.step.step_groups import plan_ranges, store_batch
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.run_tables import make_run_view
 from rollmill.tasks.look.tables.selection import Selection
-from rollmill.tasks.look.tables.trajectory_table import make_trajectories_view
+from rollmill.tasks.look.tables.trajectory_table import find_step, make_trajectories_view
 from rollmill.tasks.observe.metrics import Metric
 from rollmill.tasks.rollout.episode import SampledTokens
 from rollmill.tasks.rollout.trajectory import TrajectoryRequest
@@ -170,6 +170,11 @@ async def test_the_share_of_stored_groups_is_a_metric_and_a_column_of_the_steps(
     view = make_run_view(run.folder)
     assert [row["replayed"] for row in view.rows] == [None, 2, 2]
     assert "stored" in [column.heading for column in view.columns]
+    for number, stored in drawn(run)[1].items():
+        assert find_step(run.folder, stored.group) == 0
+        where = f"step 1 trained on a stored group in its place: group {stored.group} of step 0 of this run"
+        with pytest.raises(ConfigError, match=where):
+            find_step(run.folder, number)
 
 
 async def test_groups_without_spread_are_not_drawn_and_missing_ones_are_sampled(tmp_path: Path) -> None:

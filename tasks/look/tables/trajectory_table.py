@@ -88,11 +88,24 @@ def make_trajectories_view(folder: RunFolder, selection: Selection) -> View:
 
 
 def find_step(folder: RunFolder, group: int) -> int:
-    """Return the step whose plan contains a group; raises ConfigError, which lists the groups, if none does."""
-    plans = read(folder, "plans", ["step", "first_group", "n_groups"]).to_pylist()
+    """Return the step whose plan samples a group.
+
+    Raises:
+        ConfigError: none does, or a stored group has this number in a batch; says which groups there are, or where it is stored.
+    """
+    names = ["step", "first_group", "n_groups", "reason", "source", "source_step", "source_group"]
+    plans = [
+        plan
+        for plan in read(folder, "plans", names).to_pylist()
+        if plan["first_group"] <= group < plan["first_group"] + plan["n_groups"]
+    ]
     for plan in plans:
-        if plan["first_group"] <= group < plan["first_group"] + plan["n_groups"]:
-            return int(plan["step"])
+        if plan["reason"] == "replay":
+            where = f"group {plan['source_group']} of step {plan['source_step']} of {plan['source'] or 'this run'}"
+            remedy = f"step {plan['step']} trained on a stored group in its place: {where}"
+            raise ConfigError("--group", group, remedy)
+    if plans:
+        return int(plans[0]["step"])
     raise ConfigError("--group", group, f"the run has no such group; {describe_groups(folder)}")
 
 
