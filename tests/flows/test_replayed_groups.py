@@ -37,7 +37,7 @@ from rollmill.tasks.store.group_draw import StoredGroup
 from rollmill.tasks.store.lineage.trained_rows import read_trained_rows
 from rollmill.tasks.store.reader import read
 from rollmill.tasks.store.run.fork_copy import fork_run
-from rollmill.tasks.store.run.group_ranges import group_numbers, read_plan, replayed_groups
+from rollmill.tasks.store.run.group_ranges import GroupRange, group_numbers, read_plan, replayed_groups
 from rollmill.tasks.store.verify.run_verification import verify_run
 from rollmill.tasks.train.samples import read_samples
 from tests.stubs.toy_settings import toy_config, validate_toy
@@ -134,6 +134,8 @@ async def test_stored_groups_take_the_place_of_planned_ones_with_the_advantages_
         )
         _, samples = read_samples(run.folder.location, step)
         assert samples.n_trained(range(len(batch))) == 2 * N_GROUPS * GROUP_SIZE
+    plans = [run.replay.plan(step, GroupRange(0, N_GROUPS)) for step in range(STEPS, STEPS + 20)]
+    assert {each.first for plan in plans for each in plan} == set(range(N_GROUPS))
 
 
 async def test_a_run_with_stored_groups_verifies_and_every_trained_row_is_traced(tmp_path: Path) -> None:
@@ -187,15 +189,11 @@ async def test_groups_without_spread_are_not_drawn_and_missing_ones_are_sampled(
 
 
 async def test_a_condition_and_an_order_choose_with_the_number_of_replays(tmp_path: Path) -> None:
-    async with open_replaying(
-        tmp_path, where="replays = 0 and steps_ago <= 2", order_by="reward desc"
-    ) as run:
+    async with open_replaying(tmp_path, where="replays = 0 and steps_ago <= 2", order_by="reward") as run:
         await run_steps(run)
-    steps = drawn(run)
-    assert sorted(each.group for each in steps[1].values()) == [2, 3]
-    again = sorted((each.step, each.group) for each in steps[2].values())
-    fresh = group_numbers(read_plan(run.folder, 1))
-    assert again == [(1, group) for group in fresh]
+    # The later a group, the larger are its rewards.
+    steps = [sorted((each.step, each.group) for each in step.values()) for step in drawn(run)]
+    assert steps == [[], [(0, 0), (0, 1)], [(0, 2), (0, 3)]]
 
 
 async def test_a_resumed_step_has_the_groups_of_its_plan_whatever_the_settings_are_now(
