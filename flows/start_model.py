@@ -86,9 +86,7 @@ async def ensure_start_model(config: RunConfig) -> Path:
     folder = start_model_folder(config)
     if not (folder / "config.json").is_file():
         with span("starting", cause="start model"):
-            say(
-                f"making the start model {folder}: {config.start_model.steps} steps, 900 take about a minute on one core"
-            )
+            say(f"training the start model {folder}: {config.start_model.steps} steps")
             await make_start_model(config, folder)
     return folder
 

@@ -64,7 +64,7 @@ def test_a_broken_log_is_one_line_and_makes_no_run(workplace: Any) -> None:
     refused = workplace.run("import", "small", "bad.jsonl", "--name", "logs")
     assert refused.returncode == 2
     assert "bad.jsonl:1: this line is no JSON" in " ".join(refused.stdout.replace("'", "").split())
-    assert "making the start model" not in refused.stdout
+    assert "training the start model" not in refused.stdout
     assert "Traceback" not in refused.stdout
     assert not (workplace.folder / "runs" / "logs").exists()
 

@@ -39,11 +39,14 @@ async def test_the_environment_asks_once_and_is_silent_after_the_answer() -> Non
     assert not await episode.reply(opening)
 
 
-def test_students_who_show_their_work_are_right_about_as_often_as_two_columns_allow() -> None:
+def test_most_students_guess_one_too_low_and_those_who_show_their_work_are_mostly_right() -> None:
     random = np.random.default_rng(0)
     answers = [noisy_student(47, 38, random) for _ in range(4000)]
     with_work = [answer for answer in answers if answer.startswith("[")]
-    assert 0.66 < len(with_work) / len(answers) < 0.74
+    guesses = [answer for answer in answers if not answer.startswith("[")]
+    assert 0.43 < len(with_work) / len(answers) < 0.51
+    assert set(guesses) == {"84", "85"}
+    assert 0.93 < guesses.count("84") / len(guesses) < 0.97
     assert 0.60 < np.mean([answer.endswith("]85") for answer in with_work]) < 0.68
 
 

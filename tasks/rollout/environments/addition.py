@@ -45,16 +45,20 @@ def _problems(split: Split) -> tuple[tuple[int, int], ...]:
     return select_split({f"{a}+{b}=": (a, b) for a in numbers for b in numbers}, split)
 
 
+# Probabilities of an answer without work, and of such an answer being right; of a wrong sum of a column.
+WITHOUT_WORK, GUESSED_RIGHT, SLIP = 0.53, 0.05, 0.2
+
+
 def noisy_student(a: int, b: int, random: np.random.Generator) -> str:
     """Return one noisy answer for the warm-up corpus.
 
-    30 % of the answers show no work, and two thirds of those have one wrong digit. 70 % show their work: each column sum
-    is wrong with probability 0.2, and the next column continues with the wrong sum.
+    53 % of the answers show no work, and nearly all of those are one too low. 47 % show their work: each column sum is
+    wrong with probability 0.2, and the next column continues with the wrong sum.
 
-    Example: noisy_student(47, 38, ...) may be "[7+8=15 4+3+1=8]85", "[7+8=14 4+3+1=8]84" or "75".
+    Example: noisy_student(47, 38, ...) may be "84", "[7+8=15 4+3+1=8]85" or "[7+8=14 4+3+1=8]84".
     """
-    if random.random() < 0.3:
-        return str(a + b if random.random() < 1 / 3 else _off_by_a_digit(a + b, random))
+    if random.random() < WITHOUT_WORK:
+        return str(a + b if random.random() < GUESSED_RIGHT else a + b - 1)
     ones = _add_with_slip(a % 10 + b % 10, random)
     carry = ones // 10
     tens = _add_with_slip(a // 10 + b // 10 + carry, random)
@@ -64,13 +68,8 @@ def noisy_student(a: int, b: int, random: np.random.Generator) -> str:
 
 
 def _add_with_slip(total: int, random: np.random.Generator) -> int:
-    """Return the column sum `total`; with probability 0.2 another sum that two digits and a carry can have."""
-    if random.random() >= 0.2:
+    """Return the column sum `total`; with probability `SLIP` another sum that two digits and a carry can have."""
+    if random.random() >= SLIP:
         return total
     other = int(random.integers(LARGEST_COLUMN))
     return other if other < total else other + 1
-
-
-def _off_by_a_digit(total: int, random: np.random.Generator) -> int:
-    """Return `total` plus or minus 1 or 10, chosen at random."""
-    return total + int(random.choice([-10, -1, 1, 10]))
