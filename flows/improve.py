@@ -18,7 +18,7 @@ from rollmill.flows.promote import Margin, Share, ask_and_promote, gate, move_al
 from rollmill.flows.retrain import retrain
 from rollmill.flows.run.folder import RunName, is_finished, run_folder
 from rollmill.tasks.errors import ConfigError, GateError
-from rollmill.tasks.look.tables.log_drift import make_drift_view
+from rollmill.tasks.look.comparisons.log_drift import make_drift_view
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.promotion.policy_alias import PolicyAlias
 

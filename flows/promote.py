@@ -15,7 +15,7 @@ from rollmill.flows.policies.promotion import check_passed, promote_policy, send
 from rollmill.flows.prefect_integration.flow_run import current_flow_run
 from rollmill.flows.prefect_integration.links import flow_run_page
 from rollmill.flows.prefect_integration.progress import say
-from rollmill.tasks.look.tables.gate_table import describe_gate
+from rollmill.tasks.look.comparisons.gate_table import describe_gate
 from rollmill.tasks.store.promotion.gate_record import GateRecord, write_gate
 from rollmill.tasks.store.promotion.policy_alias import PolicyAlias
 

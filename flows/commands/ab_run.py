@@ -10,7 +10,7 @@ from rollmill.flows.commands.flow_process import run_flow
 from rollmill.flows.offline.ab_arms import AbComparison
 from rollmill.flows.offline.ab_scorers import estimate_arm
 from rollmill.flows.offline.retrain_sources import check_source_sampling, check_tokenizers
-from rollmill.tasks.look.tables.ab_tables import (
+from rollmill.tasks.look.comparisons.ab_tables import (
     ScoredPolicy,
     make_differences_view,
     make_disagreements_view,

@@ -80,7 +80,7 @@ def gate(
     """
     from rollmill.flows.commands.policy_moves import gate_here
     from rollmill.flows.policies.policy_gate import PolicyGate
-    from rollmill.tasks.look.tables.gate_table import make_gate_view
+    from rollmill.tasks.look.comparisons.gate_table import make_gate_view
     from rollmill.tasks.look.terminal.output import print_json, print_view
 
     record = gate_here(
@@ -155,7 +155,7 @@ def rollback(alias: Alias = DEFAULT_ALIAS, by: By = "", note: Note = "", webhook
 @commands.command(rich_help_panel=PANEL)
 def history(alias: Alias = DEFAULT_ALIAS, as_json: AsJson = False) -> None:
     """List which policies were in production, when, and who approved them; newest first."""
-    from rollmill.tasks.look.tables.gate_table import make_history_view
+    from rollmill.tasks.look.comparisons.gate_table import make_history_view
     from rollmill.tasks.look.terminal.output import print_json, print_view
     from rollmill.tasks.store.promotion.policy_alias import PolicyAlias
 

@@ -13,7 +13,7 @@ from rollmill.flows.config import RunConfig
 from rollmill.flows.policies.policy_gate import PolicyGate
 from rollmill.flows.policies.promotion import find_passed_gate, promote_policy, roll_back, send_webhook
 from rollmill.tasks.errors import ConfigError, GateError
-from rollmill.tasks.look.tables.gate_table import make_gate_view
+from rollmill.tasks.look.comparisons.gate_table import make_gate_view
 from rollmill.tasks.look.terminal.output import print_view
 from rollmill.tasks.rollout.chat_logs.log_files import list_log_files
 from rollmill.tasks.store.promotion.gate_record import GateRecord, read_gate

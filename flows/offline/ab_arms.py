@@ -11,7 +11,7 @@ from rollmill.flows.presets import are_algorithms, merge_settings, preset_values
 from rollmill.flows.run.folder import choose_version, find_run, is_finished, run_folder, store_root
 from rollmill.flows.settings import apply_overrides, name_override, validate
 from rollmill.tasks.errors import ConfigError, RunMismatchError
-from rollmill.tasks.look.tables.paired_evaluations import is_complete
+from rollmill.tasks.look.comparisons.paired_evaluations import is_complete
 from rollmill.tasks.score.config import ScoreConfig
 from rollmill.tasks.score.terms import RewardTerms, resolve_terms
 from rollmill.tasks.store.folders import RunFolder

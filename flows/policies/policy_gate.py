@@ -11,7 +11,7 @@ from rollmill.flows.config import RunConfig
 from rollmill.flows.run.folder import run_folder, store_root
 from rollmill.flows.settings import validate
 from rollmill.tasks.errors import ConfigError, StoreError
-from rollmill.tasks.look.tables.paired_evaluations import (
+from rollmill.tasks.look.comparisons.paired_evaluations import (
     digest_evaluation,
     explain_checks,
     has_same_prompts,

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from stored_policies import Rewards, begin_run, store_evaluation, store_rows
 
-from rollmill.tasks.look.tables.ab_tables import (
+from rollmill.tasks.look.comparisons.ab_tables import (
     ScoredPolicy,
     count_tokens,
     make_differences_view,
     make_disagreements_view,
     make_policies_view,
 )
-from rollmill.tasks.look.tables.paired_evaluations import compute_paired_interval
+from rollmill.tasks.look.comparisons.paired_evaluations import compute_paired_interval
 from rollmill.tasks.store.folders import RunFolder
 
 N, K, VERSION = 40, 2, 3

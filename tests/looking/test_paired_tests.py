@@ -5,7 +5,7 @@ import polars as pl
 import pytest
 from stored_policies import Rewards, draw_rewards
 
-from rollmill.tasks.look.tables.paired_evaluations import compare_pairs, explain_checks, make_checks
+from rollmill.tasks.look.comparisons.paired_evaluations import compare_pairs, explain_checks, make_checks
 
 MARGIN = 0.05
 

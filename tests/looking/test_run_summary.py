@@ -6,7 +6,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from rollmill.tasks.look.tables.changed_answers import compare_answers
+from rollmill.tasks.look.comparisons.changed_answers import compare_answers
 from rollmill.tasks.look.terminal.run_summary import print_summary
 from rollmill.tasks.observe.metrics import ALL
 from rollmill.tasks.store.filesystem import open_files

@@ -8,8 +8,8 @@ import plotly.io
 import pytest
 
 from rollmill.flows.recipe import run_tokenizer
+from rollmill.tasks.look.comparisons.run_overlay import overlay_charts
 from rollmill.tasks.look.tables.curves import read_curves
-from rollmill.tasks.look.tables.run_overlay import overlay_charts
 from rollmill.tasks.look.web.app import render_page
 from rollmill.tasks.look.web.run_data import RunData
 from rollmill.tasks.store.folders import RunFolder

@@ -11,8 +11,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.look.comparisons.run_overlay import check_names, overlay_charts
 from rollmill.tasks.look.tables.curves import Chart, Curves, Series, list_charts, read_curves
-from rollmill.tasks.look.tables.run_overlay import check_names, overlay_charts
 from rollmill.tasks.look.tables.run_tables import check_rollouts
 from rollmill.tasks.look.tables.view import count_noun
 from rollmill.tasks.store.folders import RunFolder

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollmill.tasks.look.tables.changed_answers import ChangedAnswers, compare_answers
+from rollmill.tasks.look.comparisons.changed_answers import ChangedAnswers, compare_answers
 from rollmill.tasks.look.tables.run_tables import format_with_interval, list_held_out
 from rollmill.tasks.look.tables.view import count_noun, escape_controls
 from rollmill.tasks.observe.metrics import ALL

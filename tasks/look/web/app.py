@@ -20,7 +20,7 @@ from flask import Response, abort
 from werkzeug.serving import make_server
 
 from rollmill.tasks.errors import ConfigError, RollmillError
-from rollmill.tasks.look.tables.run_overlay import check_names
+from rollmill.tasks.look.comparisons.run_overlay import check_names
 from rollmill.tasks.look.tables.trajectory_record import find_trajectory
 from rollmill.tasks.look.tables.view import Column, escape_controls
 from rollmill.tasks.look.terminal.output import encode_json

@@ -3,7 +3,7 @@
 from dash import html
 from dash.development.base_component import Component
 
-from rollmill.tasks.look.tables.run_overlay import compare_problems, overlay_charts
+from rollmill.tasks.look.comparisons.run_overlay import compare_problems, overlay_charts
 from rollmill.tasks.look.tables.run_tables import OF_SEVERAL_SAMPLES, VERSION_COLUMNS, read_held_out
 from rollmill.tasks.look.tables.view import Column, count_noun, escape_controls
 from rollmill.tasks.look.web.charts import render_charts

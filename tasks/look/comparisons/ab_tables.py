@@ -7,7 +7,7 @@ from itertools import combinations
 
 import polars as pl
 
-from rollmill.tasks.look.tables.paired_evaluations import PROMPT_KEYS, compute_paired_interval
+from rollmill.tasks.look.comparisons.paired_evaluations import PROMPT_KEYS, compute_paired_interval
 from rollmill.tasks.look.tables.run_tables import mean_with_interval
 from rollmill.tasks.look.tables.view import Column, View, count_noun
 from rollmill.tasks.observe.metrics import ALL
