@@ -1,9 +1,7 @@
 """README and docs hold together: links lead somewhere, settings in YAML exist, Python is run by a test."""
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +112,3 @@ def test_pictures_are_small() -> None:
     sizes = {name: (ROOT / name).stat().st_size for name in listed.stdout.splitlines()}
     assert sizes
     assert {name: size for name, size in sizes.items() if size > LARGEST_PICTURE_BYTES} == {}
-
-
-@pytest.mark.slow
-def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
-    built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
-        cwd=ROOT, capture_output=True, check=False, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-    )  # fmt: skip
-    assert (built.returncode, built.stdout, built.stderr) == (0, "", "")
-    assert "quickstart" in (tmp_path / "search" / "search_index.json").read_text()
-    pages = "".join(page.read_text() for page in tmp_path.rglob("*.html"))
-    assert re.findall(r"<(?:script|link)[^>]+(?:src|href)=\"https?://[^\"]+\"[^>]*>", pages) == []
