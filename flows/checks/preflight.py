@@ -198,6 +198,14 @@ def _check_turns(environment: Environment, episode: Episode, tokenizer: ChatToke
         tokenizer.check_turns("user")
 
 
+def _has_module(name: str) -> bool:
+    """Return True if a module can be imported; `__main__` has no specification in a program that was started by its path."""
+    try:
+        return find_spec(name) is not None
+    except ValueError:
+        return False
+
+
 def _check_loss(train: TrainConfig, timeout_s: float) -> None:
     """Raise ConfigError if `train.loss` is of another package and does not work.
 
@@ -208,7 +216,7 @@ def _check_loss(train: TrainConfig, timeout_s: float) -> None:
     plugins = find_plugins("losses")
     path = plugins.get(train.loss, train.loss)
     package = path.partition(":")[0].partition(".")[0]
-    if ":" not in path or not package or not find_spec(package):
+    if ":" not in path or not package or not _has_module(package):
         names = (*HAS_RATIO, *plugins)
         remedy = (
             f"give a loss by name ({', '.join(names)}) or an import path package.module:function "

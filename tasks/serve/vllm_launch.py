@@ -180,7 +180,7 @@ def check_guarded(config: ServeConfig, base: Mapping[str, str] = os.environ, *, 
 def check_python(config: ServeConfig) -> None:
     """Refuse a `serve.python` that is no Python, or whose environment has no vLLM; raises ConfigError."""
     path = Path(config.python)
-    if not path.is_file() or not os.access(path, os.X_OK):
+    if not os.access(path, os.X_OK) or not path.is_file():
         remedy = "there is no Python; create the vLLM environment with `rollmill setup`, or attach to servers with serve.urls"
         raise ConfigError("serve.python", config.python, remedy)
     command = [str(path.absolute()), "-c", _PRINT_VERSIONS]

@@ -17,8 +17,8 @@ ENVIRONMENTS = Path(__file__).parents[1] / "rollout"
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Raising", "(RuntimeError: no data)"),
-        ("Ending", "(SystemExit: 0)"),
+        ("Raising", "(RuntimeError: no data ("),
+        ("Ending", "(SystemExit: 0 ("),
         ("LongName", "its name is 'xxx"),
         ("ControlName", r"its name is '\x1b[31m'; give a text of 1 to 100 printable"),
         ("HalfName", r"its name is '\ud800'"),
@@ -113,7 +113,12 @@ def test_a_function_that_ends_the_process_is_refused(field: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "message"), [("nosuch:f", "no module 'nosuch'"), ("gspo2", "did you mean gspo?")]
+    ("loss", "message"),
+    [
+        ("nosuch:f", "no module 'nosuch'"),
+        ("__main__:f", "no module '__main__'"),
+        ("gspo2", "did you mean gspo?"),
+    ],
 )
 def test_a_loss_without_a_module_is_refused_without_trying_it(loss: str, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"train\.loss = '{loss}': .*{re.escape(message)}"):
