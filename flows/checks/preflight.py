@@ -62,6 +62,8 @@ from rollmill.tasks.train.setting_rules import HAS_RATIO
 Value = TypeVar("Value")
 
 # Ends of the class names of models that predict the next token of a text. Classes with images or an encoder end otherwise.
+MOST_NAME = 100
+"""Characters of a wrong name that an error repeats."""
 CAUSAL_ARCHITECTURES = ("ForCausalLM", "LMHeadModel")
 
 
@@ -220,7 +222,7 @@ def _check_loss(train: TrainConfig, timeout_s: float) -> None:
         names = (*HAS_RATIO, *plugins)
         remedy = (
             f"give a loss by name ({', '.join(names)}) or an import path package.module:function "
-            f"(there is no module {package!r}){suggest(train.loss, names)}"
+            f"(there is no module {package[:MOST_NAME]!r}){suggest(train.loss, names)}"
         )
         raise ConfigError("train.loss", train.loss, remedy)
     # The program prints null, or the arguments of a ConfigError.
