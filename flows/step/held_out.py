@@ -28,7 +28,7 @@ from rollmill.tasks.rollout.trajectory import TrajectoryRequest
 from rollmill.tasks.rollout.trajectory_requests import group_deadline, sampling_seed, split_chunks
 from rollmill.tasks.score.scoring import Scoring, select_scorable
 from rollmill.tasks.store.attempts import short_id
-from rollmill.tasks.store.held_out import count_held_out
+from rollmill.tasks.store.held_out_counts import count_held_out
 from rollmill.tasks.store.reader import read
 from rollmill.tasks.store.rows import Rows, column_values
 from rollmill.tasks.store.schemas import make_batch

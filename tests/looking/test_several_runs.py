@@ -46,6 +46,13 @@ def test_each_run_has_its_lines_and_its_answers_to_the_same_problems(
     assert "no such page" in show(RunData(small_run, 0.0, run_tokenizer), "/runs")
 
 
+def test_new_data_of_another_run_is_shown(small_run: RunFolder, other: RunFolder) -> None:
+    source = RunData(small_run, 0.0, run_tokenizer, [other])
+    before = source.revision()
+    shutil.rmtree(other.local / "metrics")
+    assert source.revision() != before
+
+
 def test_charts_of_several_runs_have_a_colour_for_each(small_run: RunFolder, other: RunFolder) -> None:
     charts = {
         chart.name: chart for chart in overlay_charts({"a": read_curves(small_run), "b": read_curves(other)})

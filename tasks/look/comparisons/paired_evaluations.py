@@ -11,7 +11,7 @@ import polars as pl
 from rollmill.tasks.look.tables.run_tables import MIN_NORMAL, Z
 from rollmill.tasks.observe.metrics import ALL
 from rollmill.tasks.store.folders import RunFolder
-from rollmill.tasks.store.held_out import count_held_out
+from rollmill.tasks.store.held_out_counts import count_held_out
 from rollmill.tasks.store.lineage.trained_rows import digest_rows
 from rollmill.tasks.store.promotion.gate_record import GateCheck
 from rollmill.tasks.store.reader import read, scan

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from rollmill.tasks.errors import StoreError
+from rollmill.tasks.errors import RollmillError
 from rollmill.tasks.look.tables.run_tables import read_held_out
 from rollmill.tasks.look.tables.view import Column, View, count_noun, limit_notes
 from rollmill.tasks.store.filesystem import open_files
@@ -46,7 +46,7 @@ def _describe(place: RunFolder, name: str) -> Mapping[str, object]:
     try:
         manifest = read_manifest(folder)
         held_out = read_held_out(folder)
-    except StoreError as error:
+    except RollmillError as error:
         return row | {"state": "unreadable", "error": str(error)}
     unfinished = "running" if is_written_to(folder) else "stopped"
     row |= {

@@ -12,7 +12,7 @@ from rollmill.tasks.look.tables.view import Column, View, count_noun, drop_unifo
 from rollmill.tasks.observe.metrics import ALL
 from rollmill.tasks.store.attempts import last_attempts
 from rollmill.tasks.store.folders import RunFolder
-from rollmill.tasks.store.held_out import count_held_out
+from rollmill.tasks.store.held_out_counts import count_held_out
 from rollmill.tasks.store.reader import Scan, list_steps, scan
 from rollmill.tasks.store.rows import name_first
 from rollmill.tasks.store.run.manifest import has_manifest, read_manifest

@@ -238,7 +238,7 @@ def _route(app: Dash, source: RunData) -> None:
     )
     def show(path: str, search: str, revision: str | None, written: str | None) -> tuple[Any, Any]:
         """Return the page of an address, or `no_update` if the browser shows it already and need not draw it again."""
-        is_whole = path == HOME or path.startswith(COMPARE) or (path == TIMING and not search)
+        is_whole = path in (HOME, RUNS) or path.startswith(COMPARE) or (path == TIMING and not search)
         asked = {each["prop_id"] for each in ctx.triggered}
         # A table reloads its rows without a redraw and keeps its scroll position; a trajectory does not change.
         if asked == {"revision.data"} and not is_whole:

@@ -263,8 +263,8 @@ class RunData:
         return folders[name] if name else self.folder, short
 
     def revision(self) -> str:
-        """Return a text that changes whenever there is new data."""
-        return self.shelf.revision(DATASETS)
+        """Return a text that changes whenever there is new data of this run or of the others."""
+        return " ".join(data.shelf.revision(DATASETS) for data in self.all_runs())
 
     def warm(self) -> None:
         """Read the data of the tables into the cache; errors are ignored here, and raised when a page needs the data."""

@@ -22,7 +22,7 @@ from rollmill.tasks.store.folders import (
     checkpoint_key,
     step_from_key,
 )
-from rollmill.tasks.store.held_out import count_held_out
+from rollmill.tasks.store.held_out_counts import count_held_out
 from rollmill.tasks.store.logprob_rows import teacher_identity
 from rollmill.tasks.store.reader import list_steps, read
 from rollmill.tasks.store.rows import name_first
