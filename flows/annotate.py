@@ -24,12 +24,13 @@ from rollmill.flows.prefect_integration.leftovers import mark_cancelled
 from rollmill.flows.prefect_integration.private_prefect import end_in_order
 from rollmill.flows.prefect_integration.progress import count_progress, quiet_task_runs, say
 from rollmill.flows.recipe import run_tokenizer
-from rollmill.flows.run.folder import RunName, check_run, run_folder
+from rollmill.flows.run.folder import RunName, run_folder
 from rollmill.flows.run.rollout_logprobs import READ, ReferenceDeployment
 from rollmill.tasks.serve.vllm_client import VllmClient
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import read_trajectories
 from rollmill.tasks.store.rows import rows_from_table
+from rollmill.tasks.store.run.run_search import check_run
 from rollmill.tasks.store.run.writable_run import OpenRun
 
 # Trajectories whose log-probabilities are stored together: a kill loses those of the open bundles at most.

@@ -17,13 +17,14 @@ from rollmill.flows.prefect_integration.private_prefect import end_in_order
 from rollmill.flows.prefect_integration.progress import count_progress, quiet_task_runs, say
 from rollmill.flows.prefect_integration.recording import Recording
 from rollmill.flows.prefect_integration.task_runs import TaskRunRecorder
-from rollmill.flows.run.folder import RunName, check_run, run_folder
+from rollmill.flows.run.folder import RunName, run_folder
 from rollmill.tasks.errors import FailedScoresError
 from rollmill.tasks.rollout.trajectory_requests import split_chunks
 from rollmill.tasks.score.scoring import Scoring
 from rollmill.tasks.score.task import ScoreChunk, ScoredChunk
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.rows import Rows, column_values
+from rollmill.tasks.store.run.run_search import check_run
 from rollmill.tasks.store.run.writable_run import OpenRun
 
 

@@ -15,7 +15,7 @@ from rollmill.flows.prefect_integration.leftovers import mark_cancelled
 from rollmill.flows.prefect_integration.private_prefect import end_in_order, release_finished_tasks
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.rules import describe_altered
-from rollmill.flows.run.folder import RunName, find_run, run_folder
+from rollmill.flows.run.folder import RunName, run_folder
 from rollmill.flows.run.live_run import Run, TrainingRun, open_offline_run, open_run
 from rollmill.flows.start_model import check_start, ensure_start_model
 from rollmill.flows.step.held_out import evaluate_version, is_due
@@ -26,6 +26,7 @@ from rollmill.tasks.observe.spans import record_span, span
 from rollmill.tasks.observe.step_clock import StepClock, record_flow
 from rollmill.tasks.store.group_draw import steps_per_pass
 from rollmill.tasks.store.run.manifest import check_sources, read_sources
+from rollmill.tasks.store.run.run_search import find_run
 from rollmill.tasks.sync.task import SyncedVersion, sync_weights
 from rollmill.tasks.train.task import TrainedStep, train_step
 

@@ -22,9 +22,9 @@ def open_run(*runs: str, scorer: str = "") -> "RunFrames":
     Raises:
         ConfigError: no run is given, there is no such run, or no run has scores of this scorer.
     """
-    from rollmill.flows.run.folder import find_run
     from rollmill.tasks.errors import ConfigError
     from rollmill.tasks.look.tables.run_frames import RunFrames
+    from rollmill.tasks.store.run.run_search import find_run
 
     if not runs:
         raise ConfigError("RUN", "", "name at least one run")

@@ -34,7 +34,7 @@ def rescore(
 ) -> None:
     """Score a run's stored rollouts with another scorer; existing scores are kept."""
     from rollmill.flows.commands.stored_runs import rescore_config, rescore_here
-    from rollmill.flows.run.folder import find_run
+    from rollmill.tasks.store.run.run_search import find_run
 
     folder = find_run(run)
     config = rescore_config(
@@ -71,7 +71,7 @@ def annotate(
 ) -> None:
     """Store a teacher's log-probabilities of a run's stored rollouts, to distill from; those that are stored are kept."""
     from rollmill.flows.commands.stored_runs import annotate_config, annotate_here
-    from rollmill.flows.run.folder import find_run
+    from rollmill.tasks.store.run.run_search import find_run
 
     folder = find_run(run)
     annotate_here(folder, annotate_config(folder, tuple(overrides or ()), teacher, name, steps, where))
@@ -222,7 +222,7 @@ def replay(
     With --attribute: measure the seconds, CPU, event loop lag and memory of each phase of a step after its rollouts.
     """
     from rollmill.flows.commands.stored_runs import attribute_here, check_replay_options, replay_here
-    from rollmill.flows.run.folder import find_run
+    from rollmill.tasks.store.run.run_search import find_run
 
     check_replay_options(
         attribute=attribute, step=step, versions=(first, last), traffic=traffic, as_json=as_json
@@ -243,7 +243,7 @@ def verify_sync(run: RunLocation, overrides: Overrides = None) -> None:
     sync.transport=files, --set sync.mode=second_copy.
     """
     from rollmill.flows.commands.stored_runs import verify_sync_here
-    from rollmill.flows.run.folder import find_run
+    from rollmill.tasks.store.run.run_search import find_run
 
     verify_sync_here(find_run(run), tuple(overrides or ()))
 
@@ -258,6 +258,6 @@ def export_policy(
 ) -> None:
     """Write a policy version of a run as a Hugging Face folder, with its tokenizer; needs no trainer and no GPU."""
     from rollmill.flows.policies.policy_export import export_policy_here
-    from rollmill.flows.run.folder import find_run
+    from rollmill.tasks.store.run.run_search import find_run
 
     typer.echo(export_policy_here(find_run(run), version, output))

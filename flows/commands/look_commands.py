@@ -96,11 +96,11 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Show steps, groups, trajectories or costs, filtered and sorted."""
-    from rollmill.flows.run.folder import find_run
     from rollmill.tasks.look.tables.cost_view import select_costs_view
     from rollmill.tasks.look.tables.run_tables import select_view
     from rollmill.tasks.look.tables.selection import Interval, Selection, parse_level, parse_names
     from rollmill.tasks.look.terminal.output import print_json, print_view
+    from rollmill.tasks.store.run.run_search import find_run
 
     selection = Selection(
         level=parse_level(steps=steps, groups=groups, trajectories=trajectories, costs=costs),
@@ -147,7 +147,6 @@ def show(
     from dataclasses import asdict
 
     from rollmill.flows.recipe import run_tokenizer
-    from rollmill.flows.run.folder import find_run
     from rollmill.tasks.errors import ConfigError
     from rollmill.tasks.look.tables.trajectory_record import find_trajectory
     from rollmill.tasks.look.terminal.output import open_console, print_json
@@ -158,6 +157,7 @@ def show(
         parse_measure,
         print_tokens,
     )
+    from rollmill.tasks.store.run.run_search import find_run
 
     shown_by = parse_measure(by)
     folder = find_run(run)
@@ -196,8 +196,8 @@ def view(
 ) -> None:
     """Open a local web page of a run: curves, tables, trajectories by token, comparisons; further runs are shown beside it."""
     from rollmill.flows.recipe import run_tokenizer
-    from rollmill.flows.run.folder import find_run
     from rollmill.tasks.look.web.app import serve_viewer
+    from rollmill.tasks.store.run.run_search import find_run
 
     folder, *others = [find_run(each) for each in runs]
     serve_viewer(folder, run_tokenizer, port, refresh_s, opens_browser=browser, others=others)
@@ -215,8 +215,8 @@ def plot(
     ] = None,
 ) -> None:
     """Plot a run by step: reward, length, entropy, staleness, drops, seconds; of several runs a line each."""
-    from rollmill.flows.run.folder import find_run
     from rollmill.tasks.look.terminal.plot import plot_run
+    from rollmill.tasks.store.run.run_search import find_run
 
     folder, *others = [find_run(each) for each in runs]
     typer.echo(plot_run(folder, output, others))
@@ -236,12 +236,12 @@ def spans(
     as_json: AsJson = False,
 ) -> None:
     """Show where the time of steps went: owners, waits and causes, the critical path, what would shorten it."""
-    from rollmill.flows.run.folder import find_run
     from rollmill.tasks.look.ledger.run_ledger import read_ledger
     from rollmill.tasks.look.tables.ledger_tables import ledger_values, make_ledger_views
     from rollmill.tasks.look.tables.selection import Interval
     from rollmill.tasks.look.terminal.output import print_json, print_view
     from rollmill.tasks.observe.sinks.sink_check import check_receiver
+    from rollmill.tasks.store.run.run_search import find_run
 
     folder = find_run(run)
     interval = Interval.parse("--step", step) if step else None
@@ -297,9 +297,9 @@ def sql(
 @commands.command(rich_help_panel=PANEL)
 def mcp() -> None:
     """Serve runs, read-only, to coding agents: a server of the Model Context Protocol on standard input and output."""
-    from rollmill.flows.run.folder import find_run
     from rollmill.tasks.look.web.run_tools import serve_run_tools
     from rollmill.tasks.store.config import StoreConfig
+    from rollmill.tasks.store.run.run_search import find_run
 
     serve_run_tools(find_run, StoreConfig().root)
 
@@ -322,9 +322,9 @@ def export(
     ] = None,
 ) -> None:
     """Write data sets as Parquet or JSON lines, one file each."""
-    from rollmill.flows.run.folder import find_run
     from rollmill.tasks.look.export.dataset_export import export_datasets, parse_form
     from rollmill.tasks.look.terminal.output import print_exported_files
+    from rollmill.tasks.store.run.run_search import find_run
 
     form, folder = parse_form(to), find_run(run)
     target = output or Path(f"{folder.name}-{to}")
@@ -352,9 +352,9 @@ def publish(
     ] = None,
 ) -> None:
     """Append the rows of finished steps to tables of a lakehouse, those that they lack; exit status 1: stored rows were replaced."""
-    from rollmill.flows.run.folder import find_run
     from rollmill.tasks.look.publish.publication import publish_runs
     from rollmill.tasks.look.terminal.output import print_publication
+    from rollmill.tasks.store.run.run_search import find_run
 
     published = publish_runs([find_run(each) for each in runs], to, datasets or ())
     print_publication(published, to)
@@ -365,10 +365,10 @@ def publish(
 @commands.command(rich_help_panel=PANEL)
 def verify(run: RunLocation, as_json: AsJson = False) -> None:
     """Check every byte and row of a run; exit status 1: something is wrong, 2: the run could not be checked."""
-    from rollmill.flows.run.folder import find_run
     from rollmill.tasks.errors import StoreError, mask_credentials
     from rollmill.tasks.look.tables.view import escape_controls
     from rollmill.tasks.look.terminal.output import verify_and_print
+    from rollmill.tasks.store.run.run_search import find_run
     from rollmill.tasks.train.settings_verification import find_wrong_settings
 
     try:

@@ -110,7 +110,7 @@ def fork(
 ) -> None:
     """Begin a run at a step of another, with other settings, and run it; the same command resumes it."""
     from rollmill.flows.commands.new_runs import fork_here
-    from rollmill.flows.run.folder import find_run
+    from rollmill.tasks.store.run.run_search import find_run
 
     fork_here(find_run(run), step, name, tuple(overrides or ()))
 
@@ -131,7 +131,7 @@ def compact(
     import asyncio
 
     from rollmill.flows.commands.stored_runs import compact_run
-    from rollmill.flows.run.folder import find_run
+    from rollmill.tasks.store.run.run_search import find_run
 
     typer.echo(asyncio.run(compact_run(find_run(run), grace, partial(typer.echo, err=True))))
 

@@ -21,7 +21,7 @@ from rollmill.flows.offline.stored_step import check_step
 from rollmill.flows.offline.teacher import check_annotation, is_annotated
 from rollmill.flows.offline.unscored import check_rescoring, is_rescored
 from rollmill.flows.presets import preset_name, preset_values
-from rollmill.flows.run.folder import LAST_VERSION, choose_version, find_run, is_run, run_folder, store_root
+from rollmill.flows.run.folder import LAST_VERSION, choose_version, run_folder
 from rollmill.flows.settings import (
     apply_overrides,
     find_fixed_settings,
@@ -38,6 +38,7 @@ from rollmill.tasks.store.folders import PARTITION_KEYS, RunFolder
 from rollmill.tasks.store.run.immutable_settings import check_immutable
 from rollmill.tasks.store.run.manifest import check_sources, has_manifest, read_manifest
 from rollmill.tasks.store.run.resume import list_complete_checkpoints
+from rollmill.tasks.store.run.run_search import find_run, is_run, store_root
 from rollmill.tasks.store.run.writable_run import OpenRun
 from rollmill.tasks.store.shards.compactor import Compactor
 

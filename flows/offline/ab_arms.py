@@ -8,7 +8,7 @@ from typing import Any
 from rollmill.flows.config import RescoreConfig, RunConfig
 from rollmill.flows.offline.unscored import REWARD_COLUMNS, check_rescoring, is_rescored
 from rollmill.flows.presets import are_algorithms, merge_settings, preset_values
-from rollmill.flows.run.folder import choose_version, find_run, is_finished, run_folder, store_root
+from rollmill.flows.run.folder import choose_version, is_finished, run_folder
 from rollmill.flows.settings import apply_overrides, name_override, validate
 from rollmill.tasks.errors import ConfigError, RunMismatchError
 from rollmill.tasks.look.comparisons.paired_evaluations import is_complete
@@ -18,6 +18,7 @@ from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import list_steps
 from rollmill.tasks.store.run.immutable_settings import get_setting, list_changes
 from rollmill.tasks.store.run.manifest import has_manifest, read_manifest
+from rollmill.tasks.store.run.run_search import find_run, store_root
 
 # Settings that do not change what an arm's policy is, or what it answers.
 _INDIFFERENT = frozenset(

@@ -11,7 +11,6 @@ from typing import Self
 
 from rollmill.flows.config import RunConfig
 from rollmill.flows.offline.retrain_sources import check_teacher_rows, find_source_steps
-from rollmill.flows.run.folder import find_run
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.run_frames import RunFrames
 from rollmill.tasks.score.group_outcomes import (
@@ -26,6 +25,7 @@ from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.group_draw import Order, StoredGroup, draw_groups
 from rollmill.tasks.store.reader import read
 from rollmill.tasks.store.run.manifest import read_manifest
+from rollmill.tasks.store.run.run_search import find_run
 from rollmill.tasks.store.run.writable_run import OpenRun
 from rollmill.tasks.store.stored_batch import read_batch_digest
 

@@ -8,7 +8,6 @@ from rollmill.flows.config import RunConfig
 from rollmill.flows.environments import environment_configs
 from rollmill.flows.recipe import start_model_folder, stored_model_folder
 from rollmill.flows.rules import check_correction
-from rollmill.flows.run.folder import find_run
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.run_frames import RunFrames
 from rollmill.tasks.look.tables.stored_groups import read_stored_groups
@@ -22,6 +21,7 @@ from rollmill.tasks.store.logprob_rows import teacher_identity
 from rollmill.tasks.store.reader import list_policies, list_scorers, list_steps, read
 from rollmill.tasks.store.run.manifest import TrainingSource, check_sources, read_manifest, read_sources
 from rollmill.tasks.store.run.resume import list_done_steps
+from rollmill.tasks.store.run.run_search import find_run
 
 
 def scorer_key(config: ScoreConfig) -> str:

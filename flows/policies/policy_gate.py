@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from rollmill.flows.config import RunConfig
-from rollmill.flows.run.folder import run_folder, store_root
+from rollmill.flows.run.folder import run_folder
 from rollmill.flows.settings import validate
 from rollmill.tasks.errors import ConfigError, StoreError
 from rollmill.tasks.look.comparisons.paired_evaluations import (
@@ -26,6 +26,7 @@ from rollmill.tasks.store.promotion.gate_record import GatedPolicy, GateRecord, 
 from rollmill.tasks.store.promotion.policy_alias import PolicyAlias, now, resolve_policy
 from rollmill.tasks.store.run.immutable_settings import get_setting
 from rollmill.tasks.store.run.manifest import read_manifest
+from rollmill.tasks.store.run.run_search import store_root
 
 DEFAULT_ALIAS = "policies/production"
 # Settings that decide what is sampled of a held-out prompt, and its reward. Two evaluations that differ in one are not compared.

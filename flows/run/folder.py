@@ -1,7 +1,6 @@
 """A run's folder before it is opened: where it is, whether the run can be resumed, and which version to load from it."""
 
 import re
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
@@ -9,16 +8,13 @@ from pydantic import Field
 from rollmill.flows.config import AnnotateConfig, RescoreConfig, RunConfig
 from rollmill.flows.settings import find_fixed_settings
 from rollmill.tasks.errors import ConfigError, RunFinishedError
-from rollmill.tasks.store.config import StoreConfig
-from rollmill.tasks.store.folders import MANIFEST, RunFolder
+from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.run.immutable_settings import check_immutable
 from rollmill.tasks.store.run.manifest import has_manifest, list_dependents, read_manifest
 from rollmill.tasks.store.run.resume import list_complete_checkpoints, list_done_steps
 from rollmill.tasks.store.run.writable_run import check_run_kind
 
 RUN_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}$"
-
-MAX_NAMED_RUNS = 10
 
 # A run's name as a flow's parameter; the form of Prefect's UI refuses other characters.
 RunName = Annotated[str, Field(pattern=RUN_NAME)]
@@ -33,54 +29,6 @@ def run_folder(name: str, config: RunConfig | RescoreConfig | AnnotateConfig) ->
             "use only letters, digits and . _ -, begin with a letter or digit, and at most 200 characters",
         )
     return RunFolder(f"{config.store.root}/{name}")
-
-
-def store_root(folder: RunFolder) -> str:
-    """Return the parent of a run's folder, its `store.root`. Example: that of s3://bucket/runs/a is s3://bucket/runs."""
-    parent, slash, _ = folder.location.rpartition("/")
-    return parent if slash else "."
-
-
-def check_run(folder: RunFolder) -> None:
-    """Raise ConfigError if a folder has no run; the error lists the runs next to it."""
-    if has_manifest(folder):
-        return
-    remedy = f"there is no run in {folder.location} ({MANIFEST} is missing){_list_runs(store_root(folder))}"
-    raise ConfigError("run name", folder.name, remedy)
-
-
-def is_run(run: str) -> bool:
-    """Return True if `find_run` finds a run of this location or name."""
-    return any(has_manifest(folder) for folder in _candidate_folders(run))
-
-
-def find_run(run: str) -> RunFolder:
-    """Return the folder of a run, given its location or its name below the default `store.root`.
-
-    Raises:
-        ConfigError: there is no such run; names the runs that exist.
-    """
-    for folder in _candidate_folders(run):
-        if has_manifest(folder):
-            return folder
-    remedy = f"there is no run in this folder ({MANIFEST} is missing){_list_runs(StoreConfig().root)}"
-    raise ConfigError("RUN", run, remedy)
-
-
-def _list_runs(root: str) -> str:
-    """Return the end of an error message that lists the runs below the local folder `root`; empty without any."""
-    # For runs on S3 none are found: listing a bucket may take minutes.
-    known = sorted(path.parent.name for path in Path(root).glob(f"*/{MANIFEST}"))
-    more = f" and {len(known) - MAX_NAMED_RUNS} more" if len(known) > MAX_NAMED_RUNS else ""
-    return f"; runs in {root}/ are {', '.join(known[:MAX_NAMED_RUNS])}{more}" if known else ""
-
-
-def _candidate_folders(run: str) -> list[RunFolder]:
-    """Return the folders where a run may be: `run` as a location, and if it has no slash, as a name in the default root."""
-    # "." and ".." have no folder name, which messages and moved runs need.
-    is_relative = run.rpartition("/")[2] in (".", "..")
-    folders = [RunFolder(Path(run).resolve() if is_relative else run)]
-    return folders if "/" in run else [*folders, RunFolder(f"{StoreConfig().root}/{run}")]
 
 
 def check_resumable(folder: RunFolder, config: RunConfig, *, trains: bool = True) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import polars as pl
 
 from rollmill.flows.config import RunConfig
-from rollmill.flows.run.folder import find_run
 from rollmill.tasks.errors import ShardError
 from rollmill.tasks.look.tables.stored_groups import choose_groups, read_stored_groups
 from rollmill.tasks.score.config import ScoreConfig
@@ -21,6 +20,7 @@ from rollmill.tasks.store.reader import list_steps, read
 from rollmill.tasks.store.run.group_ranges import GroupRange, read_plan, replayed_groups
 from rollmill.tasks.store.run.manifest import Manifest, read_manifest
 from rollmill.tasks.store.run.resume import list_done_steps
+from rollmill.tasks.store.run.run_search import find_run
 
 FIELD = "rollout.replay.sources"
 # So that stored groups are not drawn by the same numbers as problems are.

@@ -8,9 +8,10 @@ import pytest
 
 from rollmill.flows.checks.machine_needs import check_address, check_store
 from rollmill.flows.presets import parse_yaml
-from rollmill.flows.run.folder import find_run, run_folder
+from rollmill.flows.run.folder import run_folder
 from rollmill.flows.settings import load
 from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.store.run.run_search import find_run
 
 
 def laughs(opening: str, closing: str, n_lines: int = 10) -> str:

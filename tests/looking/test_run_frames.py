@@ -5,6 +5,8 @@ import math
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -142,6 +144,16 @@ def test_a_name_with_the_signs_of_a_pattern_reads_no_other_run(small_run: RunFol
         shutil.copy(next(other.glob("rollouts/step=000001/*.arrow")), shard)
     steps = api.open_run(str(odd)).sql("select distinct step from trajectories order by step")
     assert steps["step"].to_list() == [0, 1, 2]
+
+
+def test_a_question_imports_neither_the_flows_nor_pandas(small_run: RunFolder) -> None:
+    code = (
+        "import sys, rollmill\n"
+        "rollmill.open_run(sys.argv[1]).sql('select reward, advantage, group_reason from trajectories')\n"
+        "print(*(name for name in sys.modules if name.startswith('rollmill.flows.') or name == 'pandas'))"
+    )
+    command = [sys.executable, "-c", code, small_run.location]
+    assert subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip() == ""
 
 
 def test_runs_on_a_disk_and_on_s3_are_read_together(small_run: RunFolder, small_run_on_s3: RunFolder) -> None:

@@ -10,9 +10,9 @@ import pytest
 from mcp.client import Client
 from mcp.client.stdio import StdioServerParameters, stdio_client
 
-from rollmill.flows.run.folder import find_run
 from rollmill.tasks.look.web.run_tools import make_server
 from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.run_search import find_run
 
 
 @pytest.fixture

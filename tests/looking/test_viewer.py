@@ -12,7 +12,6 @@ import pytest
 from flask.testing import FlaskClient
 
 from rollmill.flows.recipe import run_tokenizer
-from rollmill.flows.run.folder import find_run
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.selection import Interval, Selection
 from rollmill.tasks.look.web import app as web_server
@@ -21,6 +20,7 @@ from rollmill.tasks.look.web.run_data import RowCache, RunData
 from rollmill.tasks.look.web.urls import Query
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import scan
+from rollmill.tasks.store.run.run_search import find_run
 
 Command = Callable[..., str]
 PORT = 4300

@@ -41,19 +41,23 @@ def scan_trajectories(folder: RunFolder, given: str, of_step: Mapping[str, Parti
         needed = {*names, *(predicate.meta.root_names() if predicate is not None else ())}
         asked = {dataset for dataset, columns in _JOINED.items() if needed & {*columns}}
         own = rollouts.select(name for name in schema if name in needed | _KEY)
-        found = _join(own, _scan_joined(folder, scorer, asked, of_step))
+        # Groups are those of the scorer that the run trains on, and only that one's subgroups are theirs.
+        trained = _find_trained_scorer(folder, scorer) if given and "groups" in asked else scorer
+        found = _join(own, _scan_joined(folder, scorer, trained, asked, of_step))
         yield finish_scan(found.lazy(), names, predicate, n_rows)
 
     return register_io_source(read, schema=pl.Schema({**schema, **joined}))
 
 
 def _scan_joined(
-    folder: RunFolder, scorer: str | None, asked: set[str], of_step: Mapping[str, PartitionValue]
+    folder: RunFolder,
+    scorer: str | None,
+    trained: str | None,
+    asked: set[str],
+    of_step: Mapping[str, PartitionValue],
 ) -> dict[str, pl.LazyFrame]:
     """Return what is joined to the rollouts, by the data set; `subgroups` are those of `groups`, if `scores` has others."""
     found: dict[str, pl.LazyFrame] = {}
-    # Groups are those of the scorer that the run trains on, and only that one's subgroups are theirs.
-    trained = _find_trained_scorer(folder, scorer) if "groups" in asked else scorer
     if "scores" in asked or ("groups" in asked and trained == scorer):
         columns = (pl.col("reward").fill_nan(None), pl.col("status").alias("score_status"), "subgroup")
         found["scores"] = _scan_scores(folder, scorer, of_step).select("trajectory_id", *columns)
@@ -85,7 +89,8 @@ def _find_trained_scorer(folder: RunFolder, chosen: str | None) -> str | None:
 
 def _join(rollouts: pl.LazyFrame, others: Mapping[str, pl.LazyFrame]) -> pl.DataFrame:
     """Join rollouts, last attempts only, with what `_scan_joined` gives; a trajectory without a score is of subgroup 0."""
-    found, *tables = pl.collect_all([rollouts, *others.values()])
+    # Joins of one piece a column are quicker than of one piece a shard.
+    found, *tables = (each.rechunk() for each in pl.collect_all([rollouts, *others.values()]))
     rows = dict(zip(others, tables, strict=True))
     # Nearly all runs have one attempt at each trajectory, and to group a million rows for that takes long.
     if len(found) and found["attempt"].max() != 0:
