@@ -24,6 +24,7 @@ class SyncReport:
     Attributes:
         server: its address.
         sent_bytes: to each of its workers; 0 if only the version's name was sent.
+        whole_bytes: size of the weights, which is more if only their changes were sent; 0 as above.
         transfer_s: seconds until the last byte had arrived.
         held_s: seconds for which its requests were held.
         parity_s: seconds of the comparison with the trainer.
@@ -42,6 +43,7 @@ class SyncReport:
     verify_s: float = 0.0
     slope: float = math.nan
     alarmed: bool = False
+    whole_bytes: int = 0
 
 
 def sync_metrics(reports: Sequence[SyncReport], calls: int) -> list[Metric]:
@@ -49,8 +51,10 @@ def sync_metrics(reports: Sequence[SyncReport], calls: int) -> list[Metric]:
 
     There is a report for each server; `calls` are commands to the trainer and requests to servers.
     """
+    sent, whole = sum(each.sent_bytes for each in reports), sum(each.whole_bytes for each in reports)
     values = {
-        "sync/sent_bytes": float(sum(report.sent_bytes for report in reports)),
+        "sync/sent_bytes": float(sent),
+        "sync/sent_share": sent / whole if whole else math.nan,
         "sync/servers": float(len(reports)),
         "sync/transfer_s": max((report.transfer_s for report in reports), default=0.0),
         "sync/held_s": max((report.held_s for report in reports), default=0.0),

@@ -247,8 +247,10 @@ class WeightSync(PolicyServers):
         failed = {each.server for each in sending.result() if each.error}
         for server in broadcast.updated:
             if server.url not in failed:
+                # The next transfer is of the changes of what the server holds now.
+                route = replace(routes[server], base_snapshot=broadcast.snapshots[server.url])
                 # A server that was sent the weights once more has a newer route by now.
-                self._routes.setdefault(server, (version.incarnation, routes[server]))
+                self._routes.setdefault(server, (version.incarnation, route))
 
     async def _create_broadcast(
         self,
@@ -411,6 +413,7 @@ class WeightSync(PolicyServers):
             response.held_s,
             comparing.duration_s,
             result.differences,
+            whole_bytes=(await self._fetch_offer(version)).plan.total_bytes,
             slope=result.movement.slope if result.movement else math.nan,
             alarmed=bool(result.alarm),
         )

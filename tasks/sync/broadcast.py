@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
@@ -22,6 +23,7 @@ from rollmill.tasks.observe.spans import add_spans, current_lane, shift_spans
 from rollmill.tasks.serve.vllm_client import VllmClient
 from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.sync.weight_messages import (
+    CHANGES_TRANSPORTS,
     FIRST_RANK,
     REQUESTS_HELD,
     SHARED_TRANSPORTS,
@@ -96,6 +98,7 @@ class Broadcast:
     Attributes:
         updated: the servers that have the weights in place.
         starts_ns: when each server in `updated` began, by its address, in nanoseconds since 1970.
+        snapshots: the snapshot that each server in `updated` holds now, by its address; empty if it keeps none.
     """
 
     def __init__(
@@ -118,6 +121,9 @@ class Broadcast:
         self._files, self._mode, self._report = tuple(files), mode or config.mode, report
         self.updated: set[VllmClient] = set()
         self.starts_ns: dict[str, int] = {}
+        self.snapshots: dict[str, str] = {}
+        # The same weights sent again are another snapshot: what a server holds must be what this transfer brought.
+        self._snapshot = f"{version}/{secrets.token_hex(8)}" if config.send == "changes" else ""
         self._results: asyncio.Future[dict[str, SendResult]] = asyncio.Future()
 
     async def send(self) -> list[SendResult]:
@@ -126,7 +132,11 @@ class Broadcast:
         Raises:
             ServiceError: the trainer is gone.
         """
-        targets = [each for each in self._routes.values() if each.transport != FILES]
+        targets = [
+            replace(each, snapshot=self._snapshot_for(each))
+            for each in self._routes.values()
+            if each.transport != FILES
+        ]
         try:
             sent = await self._source.send(targets, self._report, REPORT_S) if targets else []
         except (RequestError, SyncError) as error:
@@ -163,6 +173,7 @@ class Broadcast:
                 updating.cancel()
         self.updated.add(server)
         self.starts_ns[server.url] = _keep_server_spans(server, response, asked_ns)
+        self.snapshots[server.url] = response.snapshot
         return response
 
     def transport(self, server: VllmClient) -> str:
@@ -198,7 +209,13 @@ class Broadcast:
             shared=self._offer.shared,
             files=self._files if route.transport == FILES else (),
             checksums=self._checksums,
+            snapshot=self._snapshot_for(route),
+            base_snapshot=route.base_snapshot,
         )
+
+    def _snapshot_for(self, route: SendTarget) -> str:
+        """Return the name of this transfer's bytes for a server that is to keep them; empty if its transport sends no changes."""
+        return self._snapshot if route.transport in CHANGES_TRANSPORTS else ""
 
 
 def _keep_server_spans(server: VllmClient, response: WeightUpdateResponse, asked_ns: int) -> int:

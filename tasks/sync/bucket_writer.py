@@ -49,9 +49,16 @@ class BucketWriter:
         buckets: the buckets that this rank sends.
         keep: called with bytes and their position; keeps them until they are sent.
         ready: one future for each bucket, which gets the bucket's parts once all are written.
+        before_ready: called with a bucket's number and parts before they are published.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], keep: CopyToBucket, ready: Sequence[ReadyBucket]) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        keep: CopyToBucket,
+        ready: Sequence[ReadyBucket],
+        before_ready: Callable[[int, Sequence[torch.Tensor]], None] = lambda _number, _parts: None,
+    ) -> None:
         self._ranges = [
             (number, at, start, end)
             for number, bucket in enumerate(buckets)
@@ -62,7 +69,7 @@ class BucketWriter:
             )
         ]
         self._lengths = [len(bucket.ranges) for bucket in buckets]
-        self._keep, self._ready = keep, ready
+        self._keep, self._ready, self._before_ready = keep, ready, before_ready
         # Number of the range that is being written, what is written of it, and the complete parts of its bucket.
         self._next = 0
         self._partly: list[torch.Tensor] = []
@@ -114,6 +121,7 @@ class BucketWriter:
         self._parts.append(whole)
         self._partly, self._next = [], self._next + 1
         if len(self._parts) == self._lengths[number]:
+            self._before_ready(number, self._parts)
             self._ready[number].set_result(self._parts)
             self._parts = []
 

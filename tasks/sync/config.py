@@ -14,6 +14,11 @@ class SyncConfig(StageConfig):
         "GPU that trainer and server share. shm: shared memory of one machine. files: a folder or "
         "bucket that all servers can read. auto: chosen for each server, and logged.",
     )
+    send: Literal["whole", "changes"] = setting(
+        "whole",
+        "whole: all bytes of the weights at each version. changes: what differs from the version before, exactly, by tcp or nccl; "
+        "for slow networks. It needs the memory of the weights once more on the trainer's hosts, and on the servers' with nccl.",
+    )
     mode: Literal["keep", "second_copy"] = setting(
         "keep",
         "keep: requests are paused while weights are replaced. second_copy: weights are loaded into a second copy while "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rollmill.tasks.observe.spans import add_short_span
 from rollmill.tasks.sync.bucket_writer import ReadyBucket
+from rollmill.tasks.sync.changed_buckets import encode_head
 from rollmill.tasks.sync.links.link import SendingLink, use_all_cores
 
 
@@ -20,6 +21,7 @@ class ServerTransfer:
         ready: futures of the buckets' bytes.
         on_end: called once, in a thread of the transfer, when all of its threads are done.
         on_taken: called in a thread of the transfer each time that a link has taken a bucket, or will take no more.
+        is_changes: whether the buckets are whole or the changes of them, which their heads announce; None: whole, without heads.
 
     Attributes:
         error: why the transfer was given up; empty if it was not.
@@ -35,6 +37,8 @@ class ServerTransfer:
         ready: Sequence[ReadyBucket],
         on_end: Callable[["ServerTransfer"], None],
         on_taken: Callable[[], None] = lambda: None,
+        *,
+        is_changes: bool | None = None,
     ) -> None:
         self.error = ""
         self.ended_at = 0.0
@@ -42,7 +46,8 @@ class ServerTransfer:
         self._links, self._sizes, self._ready, self._on_end = links, sizes, ready, on_end
         self._on_taken = on_taken
         self._streams = streams
-        self._sent = [0] * len(links)
+        self._is_changes = is_changes
+        self._sent, self._carried = [0] * len(links), [0] * len(links)
         # Number of the bucket that each link takes next.
         self._next = [number % streams for number in range(len(links))]
         self._running, self._lock = len(links), threading.Lock()
@@ -58,11 +63,17 @@ class ServerTransfer:
 
     @property
     def sent_bytes(self) -> int:
-        """Number of bytes sent so far to the worker that has received the fewest."""
-        return min(
-            sum(self._sent[first : first + self._streams])
-            for first in range(0, len(self._sent), self._streams)
-        )
+        """Number of the weights' bytes that the worker with the fewest has so far, sent as such or as changes."""
+        return self._least(self._sent)
+
+    @property
+    def carried_bytes(self) -> int:
+        """Number of bytes that travelled so far to the worker that has received the fewest."""
+        return self._least(self._carried)
+
+    def _least(self, by_link: Sequence[int]) -> int:
+        firsts = range(0, len(by_link), self._streams)
+        return min(sum(by_link[first : first + self._streams]) for first in firsts)
 
     def has_taken(self, bucket: int) -> bool:
         """Return True if no link reads a bucket any more: each has sent it, or has ended."""
@@ -90,8 +101,13 @@ class ServerTransfer:
                 with link.stalls.watch():
                     link.open()
             for bucket in range(number % self._streams, len(self._sizes), self._streams):
-                link.send(self._ready[bucket].result())
+                parts = self._ready[bucket].result()
+                n_bytes = sum(map(len, parts))
+                if self._is_changes is not None:
+                    link.send([encode_head(n_bytes, is_changes=self._is_changes)])
+                link.send(parts)
                 self._sent[number] += self._sizes[bucket]
+                self._carried[number] += n_bytes
                 self._next[number] = bucket + self._streams
                 self._on_taken()
         except Exception as error:  # noqa: BLE001 - of any kind: a thread's error is lost, and the server's part would pass for sent

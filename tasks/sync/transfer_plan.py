@@ -18,6 +18,7 @@ BUCKET_BYTES = 32 << 20
 ALIGNMENT = 16
 
 ITEM_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_LARGEST_ITEM = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +149,11 @@ def lay_out_tensors(metas: Iterable[tuple[str, Sequence[int], str]]) -> tuple[Te
 def share_evenly(tensors: Sequence[TensorPlan], n_ranks: int) -> tuple[TensorCut, ...]:
     """Divide tensors evenly among ranks that all hold all weights; returns the cut of each tensor.
 
-    Example: of tensors of 6 and 4 bytes at offsets 0 and 16, rank 0 sends (0, 5), rank 1 sends (5, 6) and (16, 20).
+    No element is divided, unless types are mixed. Example: of tensors of 24 and 8 bytes at offsets 0 and 32, rank 0 sends (0, 16), rank 1 sends (16, 24)
+    and (32, 40).
     """
     starts = list(accumulate((each.size_bytes for each in tensors), initial=0))
-    shard_bytes = max(-(-starts[-1] // n_ranks), 1)
+    shard_bytes = max(-(-starts[-1] // (n_ranks * _LARGEST_ITEM)), 1) * _LARGEST_ITEM
     return tuple(TensorCut(start, shard_bytes) for start in starts[:-1])
 
 

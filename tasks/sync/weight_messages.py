@@ -25,6 +25,9 @@ DEVICE_TRANSPORTS = frozenset({"nccl", "ipc"})
 SHARED_TRANSPORTS = frozenset({"tcp", "files"})
 """Transports by which one worker of a server receives the weights for all of them, into memory that they share."""
 
+CHANGES_TRANSPORTS = frozenset({"tcp", "nccl"})
+"""Transports by which ranks can send changes: by shm nothing travels, and ipc copies within a GPU."""
+
 ProgressCallback = Callable[[Mapping[str, int]], None]
 """Receives the number of bytes sent to each server so far, by its address."""
 
@@ -103,12 +106,16 @@ class SendTarget:
         transport: tcp, nccl, ipc or shm, by which the trainer sends, or files, which the server reads.
         prefix: names the links, and is their secret. They are opened at the first transfer with a prefix and kept for later ones.
         workers: worker processes of the server to which all weights are sent.
+        snapshot: name of the bytes that are sent, for later transfers of their changes; empty if there will be none.
+        base_snapshot: the snapshot that the server holds, of which it can receive changes; empty: it receives the whole.
     """
 
     server: str
     transport: str
     prefix: str
     workers: int = 1
+    snapshot: str = ""
+    base_snapshot: str = ""
 
 
 @dataclass(frozen=True)
@@ -143,6 +150,7 @@ class WeightUpdateRequest:
         prefix: see `SendTarget`.
         files: for the transport files: paths, or addresses to download.
         checksums: names of the tensors whose checksums the response must have.
+        snapshot, base_snapshot: see `SendTarget`. With a snapshot the server receives into host memory, and keeps it.
     """
 
     version: str
@@ -159,6 +167,13 @@ class WeightUpdateRequest:
     shared: str = ""
     files: tuple[str, ...] = ()
     checksums: tuple[str, ...] = ()
+    snapshot: str = ""
+    base_snapshot: str = ""
+
+    @property
+    def arrives_on_device(self) -> bool:
+        """Whether the weights arrive in the memory of the server's device, which then keeps none of them elsewhere."""
+        return self.transport in DEVICE_TRANSPORTS and not self.snapshot
 
     def decode_plan(self) -> TransferPlan:
         """Decode the transfer plan.
@@ -182,6 +197,7 @@ class WeightUpdateResponse:
             of a second model with these weights.
         uncompared: layers of the live model whose weights cannot be read for this comparison.
         spans: timed intervals of the server's work; their field `process` is empty.
+        snapshot: name of the snapshot that the server holds now; empty if it keeps none.
     """
 
     bytes: int
@@ -191,6 +207,7 @@ class WeightUpdateResponse:
     differing: tuple[str, ...] = ()
     uncompared: tuple[str, ...] = ()
     spans: tuple[Span, ...] = ()
+    snapshot: str = ""
 
 
 def encode_plan(plan: TransferPlan) -> bytes:

@@ -8,6 +8,7 @@ import torch
 
 from rollmill.tasks.errors import SyncError
 from rollmill.tasks.observe.spans import add_short_span, current_lane
+from rollmill.tasks.sync.changed_buckets import receive_bucket
 from rollmill.tasks.sync.links.ipc_link import IpcReceiver
 from rollmill.tasks.sync.links.link import (
     CPU,
@@ -24,7 +25,7 @@ from rollmill.tasks.sync.links.tcp_link import TcpReceiver
 from rollmill.tasks.sync.links.weight_files import read_weight_files
 from rollmill.tasks.sync.stream_memory import ArrivingTensors, StreamMemory, WholeStream, view_tensor
 from rollmill.tasks.sync.transfer_plan import Bucket, TransferPlan
-from rollmill.tasks.sync.weight_messages import DEVICE_TRANSPORTS, WAITING_FOR_TRAINER, WeightUpdateRequest
+from rollmill.tasks.sync.weight_messages import WAITING_FOR_TRAINER, WeightUpdateRequest
 
 RECEIVERS: Mapping[str, Callable[[Rendezvous], ReceivingLink]] = {
     "tcp": TcpReceiver,
@@ -80,9 +81,21 @@ class Reception:
         links: [W * streams] from `open_links`; closed if one of them fails.
         plan: the transfer plan of the senders.
         memory: to receive into.
+        has_heads: True if each bucket has a head, and may be the changes of what is in the memory.
+
+    Attributes:
+        received_bytes: number of bytes that travelled.
     """
 
-    def __init__(self, links: Sequence[ReceivingLink], plan: TransferPlan, memory: StreamMemory) -> None:
+    def __init__(
+        self,
+        links: Sequence[ReceivingLink],
+        plan: TransferPlan,
+        memory: StreamMemory,
+        *,
+        has_heads: bool = False,
+    ) -> None:
+        self.received_bytes, self._has_heads = 0, has_heads
         self._links, self._streams, self._memory = links, plan.streams, memory
         self._buckets = [plan.buckets(rank) for rank in range(plan.n_ranks)]
         self._lock, self._last = threading.Lock(), 0
@@ -125,9 +138,11 @@ class Reception:
     def _run(self, number: int, link: ReceivingLink) -> None:
         rank, stream = divmod(number, self._streams)
         own = slice(stream, None, self._streams)
-        error = _receive_buckets(link, self._buckets[rank], rank, own, self._memory)
+        receive = receive_bucket if self._has_heads else _receive_whole
+        travelled, error = _receive_buckets(link, self._buckets[rank], rank, own, self._memory, receive)
         with self._lock:
             self._last = number
+            self.received_bytes += travelled
             is_first = error is not None and self._error is None
             self._error = self._error or error
         if error and is_first:
@@ -196,30 +211,41 @@ def view_tensors(plan: TransferPlan, buffer: torch.Tensor) -> list[tuple[str, to
     ]
 
 
+def _receive_whole(link: ReceivingLink, parts: Sequence[torch.Tensor]) -> int:
+    """Receive a bucket without a head into `parts`; returns the number of its bytes."""
+    link.receive(parts)
+    return sum(map(len, parts))
+
+
 def _receive_buckets(
-    link: ReceivingLink, buckets: Sequence[Bucket], rank: int, own: slice, memory: StreamMemory
-) -> SyncError | None:
-    """Receive the buckets `own` of a rank's; returns the error that ended the link, None once all have arrived."""
-    arrived = 0
+    link: ReceivingLink,
+    buckets: Sequence[Bucket],
+    rank: int,
+    own: slice,
+    memory: StreamMemory,
+    receive: Callable[[ReceivingLink, Sequence[torch.Tensor]], int],
+) -> tuple[int, SyncError | None]:
+    """Receive the buckets `own` of a rank's; returns how many bytes travelled, and the error that ended the link, if any."""
+    arrived = travelled = 0
     for number in range(len(buckets))[own]:
         ranges = buckets[number].ranges
         try:
-            link.receive(memory.views(ranges))
+            travelled += receive(link, memory.views(ranges))
         except (SyncError, OSError, RuntimeError) as error:
             total = sum(each.size_bytes for each in buckets[own])
-            return SyncError(
+            return travelled, SyncError(
                 f"bucket {number + 1} of {len(buckets)} of rank {rank} did not arrive: {error}; "
                 f"{arrived / 1e6:.1f} of its {total / 1e6:.1f} MB of this link had"
             )
         memory.mark_arrived(ranges)
         arrived += buckets[number].size_bytes
-    return None
+    return travelled, None
 
 
 class WeightInbox:
     """Receives weights for one worker of a server, from the trainer's ranks or from files, into a buffer.
 
-    Buffer and links are kept for the next request. The links to the ranks are opened again when a request has another `prefix`
+    Buffer and links are kept for the next request, which may bring only the changes of what is in the buffer. The links to the ranks are opened again when a request has another `prefix`
     (see `SendTarget`). The buffer is replaced when a request needs a larger one, or starts, changes or stops using the
     trainer's shared memory.
     """
@@ -231,6 +257,8 @@ class WeightInbox:
         self._prefix, self._links = "", list[ReceivingLink]()
         self._shared, self._buffer = "", torch.empty(0, dtype=torch.uint8)
         self._is_dropped = False
+        # What the buffer, or the memory at a path, holds: snapshot, encoded plan and path; none while it is written.
+        self._held = "", b"", ""
 
     def stream(self, request: WeightUpdateRequest) -> Iterator[tuple[str, torch.Tensor]]:
         """Open the links, and return an iterator that receives all tensors of a request, as `stream_tensors`.
@@ -241,15 +269,23 @@ class WeightInbox:
         plan = request.decode_plan()
         return stream_tensors(self._open_links_for(request, plan), plan, self._device)
 
-    def receive(self, request: WeightUpdateRequest, memory: str = "") -> list[tuple[str, torch.Tensor]]:
-        """Receive all tensors of a request; returns (name, tensor) of each, views of the buffer, once all have arrived.
+    def receive(
+        self, request: WeightUpdateRequest, memory: str = ""
+    ) -> tuple[list[tuple[str, torch.Tensor]], int]:
+        """Receive all tensors of a request; returns (name, tensor) of each, views of the buffer, and how many bytes travelled.
 
         The buffer is the shared memory at the path `memory`, or one of this process if that is empty.
 
         Raises:
-            SyncError: the tensors did not arrive in time, or a file cannot be read.
+            SyncError: the tensors did not arrive in time, a file cannot be read, or changes are of another snapshot than is held.
         """
-        plan = request.decode_plan()
+        plan, held = request.decode_plan(), self._held
+        if request.base_snapshot and held != (request.base_snapshot, request.plan, memory):
+            raise SyncError(
+                f"the changes are of the snapshot {request.base_snapshot}, this server holds {held[0] or 'none'}"
+            )
+        # A reception that fails leaves parts of two snapshots.
+        self._held = "", b"", ""
         if memory:
             buffer = open_shared(memory, plan.total_bytes, is_writable=True)
         else:
@@ -257,8 +293,16 @@ class WeightInbox:
         if request.transport == "files":
             limits = {"timeout_s": request.timeout_s, "stall_timeout_s": request.stall_timeout_s}
             read_weight_files(request.files, plan, buffer, **limits)
-            return view_tensors(plan, buffer)
-        return receive_tensors(self._open_links_for(request, plan), plan, buffer)
+            n_bytes = plan.total_bytes
+        else:
+            links, has_heads = self._open_links_for(request, plan), bool(request.base_snapshot)
+            reception = Reception(links, plan, WholeStream(buffer), has_heads=has_heads)
+            reception.start()
+            reception.join()
+            n_bytes = reception.received_bytes
+        if request.snapshot:
+            self._held = request.snapshot, request.plan, memory
+        return view_tensors(plan, buffer), n_bytes
 
     def drop(self) -> None:
         """Close the links for good, which ends a reception in progress."""
@@ -272,7 +316,7 @@ class WeightInbox:
         The shared segment stays mapped while the trainer offers it. Memory of a GPU is not kept.
         """
         # A second model, with which mode verify compares, needs the GPU's memory.
-        if request.transport in DEVICE_TRANSPORTS and request.mode != "verify":
+        if request.arrives_on_device and request.mode != "verify":
             return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
         shared = request.shared if request.transport == "shm" else ""
         # A new buffer for each request would make the reception four times slower.

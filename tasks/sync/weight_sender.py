@@ -13,12 +13,14 @@ import torch
 from rollmill.tasks.errors import SyncError
 from rollmill.tasks.observe.spans import current_lane, time_items
 from rollmill.tasks.sync.bucket_writer import (
+    AwaitTaken,
     BucketWriter,
     Piece,
     ReadyBucket,
     StagingMemory,
     copy_into_stream,
 )
+from rollmill.tasks.sync.changed_buckets import ChangesPublisher, SentCopy
 from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.sync.links.ipc_link import IpcSender
 from rollmill.tasks.sync.links.link import (
@@ -52,6 +54,8 @@ SENDERS: Mapping[str, Callable[[Rendezvous], SendingLink]] = {
 
 SOURCE_MEMORY = {"tcp": "cpu", "nccl": "cuda", "shm": "shared", "ipc": "exported"}
 """The memory from which a transport sends: host memory, the GPU's, the segment that servers read, or a ring of the GPU that they open."""
+_CHANGES = "changes"
+"""The memory from which changes are sent, by any transport."""
 
 
 # Seconds that slower servers get once the first one has everything: the rest take the weights by files, and training resumes.
@@ -92,6 +96,11 @@ class WeightSender:
             "exported": StagingMemory(device, copies_all=True),
         }
         self._transfers: Mapping[str, ServerTransfer] = {}
+        self._sent = SentCopy()
+
+    def forget_sent(self) -> None:
+        """Free the copy of the weights that were sent last; the next transfer to each server is of the whole."""
+        self._sent.forget()
 
     def send(
         self,
@@ -101,6 +110,8 @@ class WeightSender:
         shared: torch.Tensor | None = None,
     ) -> list[SendResult]:
         """Send this rank's part of the weights; a server that fails does not hold the others.
+
+        If a target names the snapshot, the rank keeps a copy of its part, and a target that has the last one gets the changes.
 
         The weights may change once it returns: no transfer reads them any more.
 
@@ -123,19 +134,25 @@ class WeightSender:
             f"it took longer than {self._config.timeout_s:g} s (sync.timeout_s)",
         )
         pressure = BackPressure(limit, self._straggler_timeout_s)
-        ready: dict[str, list[ReadyBucket]] = {
-            SOURCE_MEMORY[each.transport]: [Future() for _ in buckets] for each in targets
-        }
+        snapshot = next((each.snapshot for each in targets if each.snapshot), "")
+        sources = {each.server: self._source_memory(plan, each) for each in targets}
+        # Changes are of what is in host memory.
+        memories = [*sources.values(), "cpu"] if snapshot else sources.values()
+        ready: dict[str, list[ReadyBucket]] = {each: [Future() for _ in buckets] for each in memories}
         ended = queue.SimpleQueue[ServerTransfer]()
         self._transfers = transfers = self._prepare_transfers(
-            plan.streams, buckets, targets, ready, ended.put, pressure.notify
+            plan.streams, buckets, targets, sources, ready, ended.put, pressure.notify
         )
-        writers = self._make_writers(buckets, targets, ready, pressure, shared)
+        if snapshot:
+            self._sent.begin(plan, buckets)
+        writers = self._make_writers(buckets, sources, ready, pressure, shared, keeps_copy=bool(snapshot))
         try:
             with self._give_up_refused(targets, transfers):
                 for transfer in transfers.values():
                     transfer.start()
                 _write_buckets(writers, pieces)
+                if snapshot:
+                    self._sent.finish(snapshot)
                 filled_ns = time.perf_counter_ns()
                 self._await(transfers, ended, limit)
             _record_stalls(transfers, filled_ns)
@@ -149,30 +166,42 @@ class WeightSender:
                 if transfer.error:
                     self._links.pop(server)
         return [
-            SendResult(server, each.sent_bytes, each.ended_at - started, each.error)
+            SendResult(server, each.carried_bytes, each.ended_at - started, each.error)
             for server, each in transfers.items()
         ]
+
+    def _source_memory(self, plan: TransferPlan, target: SendTarget) -> str:
+        """Return the memory from which a target gets its weights: changes if it holds what was sent last."""
+        has_base = target.base_snapshot and self._sent.has(plan, target.base_snapshot)
+        return _CHANGES if has_base else SOURCE_MEMORY[target.transport]
 
     def _make_writers(
         self,
         buckets: Sequence[Bucket],
-        targets: Sequence[SendTarget],
-        ready: Mapping[str, Sequence[ReadyBucket]],
+        sources: Mapping[str, str],
+        ready: dict[str, list[ReadyBucket]],
         pressure: BackPressure,
         shared: torch.Tensor | None,
+        *,
+        keeps_copy: bool,
     ) -> list[BucketWriter]:
         """Create a writer for each memory in `ready`; it waits for the servers that read this memory."""
+
+        def await_taken(memory: str) -> AwaitTaken:
+            servers = [server for server, source in sources.items() if source == memory]
+            return partial(pressure.await_taken, {server: self._transfers[server] for server in servers})
+
         writers = []
         for memory, each in ready.items():
-            servers = [target.server for target in targets if SOURCE_MEMORY[target.transport] == memory]
-            await_taken = partial(
-                pressure.await_taken, {server: self._transfers[server] for server in servers}
-            )
             if memory == "shared" and shared is not None:
-                copy = copy_into_stream(shared)
-            else:
-                copy = self._staging[memory].keeper(buckets, await_taken)
-            writers.append(BucketWriter(buckets, copy, each))
+                writers.append(BucketWriter(buckets, copy_into_stream(shared), each))
+            elif memory != _CHANGES:
+                keep = self._staging[memory].keeper(buckets, await_taken(memory))
+                if memory == "cpu" and keeps_copy:
+                    publisher = ChangesPublisher(self._sent, ready.get(_CHANGES, []), await_taken(_CHANGES))
+                    writers.append(BucketWriter(buckets, keep, each, publisher.publish))
+                else:
+                    writers.append(BucketWriter(buckets, keep, each))
         return writers
 
     def _check(self, targets: Sequence[SendTarget], shared: torch.Tensor | None) -> None:
@@ -187,6 +216,7 @@ class WeightSender:
         streams: int,
         buckets: Sequence[Bucket],
         targets: Sequence[SendTarget],
+        sources: Mapping[str, str],
         ready: Mapping[str, Sequence[ReadyBucket]],
         on_end: Callable[[ServerTransfer], None],
         on_taken: Callable[[], None],
@@ -198,9 +228,10 @@ class WeightSender:
                 self._links_to(each, streams),
                 streams,
                 sizes,
-                ready[SOURCE_MEMORY[each.transport]],
+                ready[sources[each.server]],
                 on_end,
                 on_taken,
+                is_changes=sources[each.server] == _CHANGES if each.base_snapshot else None,
             )
             for each in targets
         }

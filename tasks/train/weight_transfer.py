@@ -150,6 +150,8 @@ class WeightTransfer:
         bucket_bytes = self._config.bucket_bytes
         self._plan = TransferPlan(stream.tensors, stream.cuts, self._world_size, bucket_bytes, STREAMS)
         self._stream = stream
+        if self._sender:
+            self._sender.forget_sent()
         self._meet(engine.model.device)
 
     def offer(self) -> WeightOffer:

@@ -110,6 +110,7 @@ class Server:
     verified: list[tuple[str, int]] = field(default_factory=list)
     orders: list[tuple[str, str]] = field(default_factory=list)
     prefixes: list[str] = field(default_factory=list)
+    snapshots: list[tuple[str, str]] = field(default_factory=list)
     loading: Callable[[], Any] | None = None
     release: asyncio.Event = field(default_factory=asyncio.Event)
     held: str = "default"
@@ -141,6 +142,7 @@ class Server:
         transport = request.transport
         self.orders.append((transport, request.version))
         self.prefixes.append(request.prefix)
+        self.snapshots.append((request.base_snapshot, request.snapshot))
         if self.loading:
             self.loading()
         await self.release.wait()
@@ -153,10 +155,13 @@ class Server:
             raise self.unverifiable
         if request.mode != "verify":
             differing = self.differing.pop(0) if self.differing else ()
-            answer = WeightUpdateResponse(80, 0.5, 0.25, digests, differing, self.uncompared)
+            answer = WeightUpdateResponse(
+                80, 0.5, 0.25, digests, differing, self.uncompared, snapshot=request.snapshot
+            )
             return msgspec.json.encode(answer)
         self.verified.append((request.version, len(request.checksums)))
-        return msgspec.json.encode(WeightUpdateResponse(80, 0.5, 0.0, digests, self.stale))
+        answer = WeightUpdateResponse(80, 0.5, 0.0, digests, self.stale, snapshot=request.snapshot)
+        return msgspec.json.encode(answer)
 
     async def prompt_logprobs(self, sequence: np.ndarray, timeout_s: float) -> np.ndarray:
         return np.full(len(sequence) - 1, -1.0 + self.shift, np.float32)
@@ -563,6 +568,73 @@ async def test_weights_by_files_for_all_are_written_once_and_nothing_is_sent(
     assert "send" not in fleet.trainer.calls
 
 
+def set_sync(fleet: Fleet, **settings: Any) -> None:
+    """Other settings of the weight sync."""
+    sync = fleet.run.config.sync.model_copy(update=settings)
+    fleet.run.config = fleet.run.config.model_copy(update={"sync": sync})
+
+
+async def test_a_server_gets_the_changes_of_what_it_received_last(fleet_of) -> None:
+    fleet = fleet_of(2)
+    set_sync(fleet, send="changes")
+    for version in AT[:3]:
+        await fleet.servers.update(version)
+    first, second = fleet.services
+    assert first.snapshots == second.snapshots
+    (base, zero), (base_one, one), (base_two, two) = first.snapshots
+    assert (base, base_one, base_two) == ("", zero, one)
+    assert len({zero, one, two}) == 3
+    for targets, expected in zip(fleet.trainer.targets, first.snapshots, strict=True):
+        assert {(each.base_snapshot, each.snapshot) for each in targets} == {expected}
+
+
+async def test_whole_weights_have_no_snapshot(fleet_of) -> None:
+    fleet = fleet_of(1)
+    for version in AT[:2]:
+        await fleet.servers.update(version)
+    assert fleet.services[0].snapshots == [("", ""), ("", "")]
+
+
+@pytest.mark.parametrize(
+    "what", ["failed", "given up", "other weights", "trainer restarted", "by files", "by shm"]
+)
+async def test_a_server_whose_weights_are_not_known_gets_the_whole(fleet_of, what: str) -> None:
+    fleet = fleet_of(1)
+    (server,) = fleet.services
+    set_sync(fleet, send="changes")
+    await fleet.servers.update(AT[0])
+    version = AT[1]
+    if what == "failed":
+        server.failing["tcp"] = RequestError("500 the old weights serve: stalled")
+        await fleet.servers.update(AT[1])
+        server.failing.clear()
+        fleet.servers.failed.clear()
+        version = AT[2]
+    elif what == "given up":
+        fleet.trainer.errors["http://0"] = "it straggled"
+        await fleet.servers.update(AT[1])
+        version = AT[2]
+    elif what == "other weights":
+        server.digests = ["other"]
+        await fleet.servers.update(AT[1])
+        assert server.snapshots[-2][0], "the changes"
+        assert not server.snapshots[-1][0], "the whole, once more"
+        return
+    elif what == "trainer restarted":
+        version = replace(AT[1], incarnation=AT[1].incarnation + 1)
+    elif what == "by files":
+        await fleet.servers.fail(server, "it was away")
+        fleet.at = AT[1]
+        await fleet.servers.rejoin(server, fleet.hold)
+        version = AT[2]
+    else:
+        server.location = ServerLocation("here", "cpu")
+        fleet.servers._routes.clear()
+        fleet.trainer.location = ProcessLocation("here", "cpu")
+    await fleet.servers.update(version)
+    assert server.snapshots[-1][0] == ""
+
+
 async def test_a_long_transfer_is_reported(fleet_of, capsys: pytest.CaptureFixture[str]) -> None:
     await fleet_of(2).servers.update(AT[0])
     assert "version 0 -> 2 servers: 0.0 of 0.0 GB" in capsys.readouterr().err
@@ -575,12 +647,23 @@ def test_progress_names_version_servers_bytes_and_seconds() -> None:
 
 def test_metrics_of_a_sync_are_sums_and_worst_cases() -> None:
     reports = [
-        SyncReport("a", 10, 1.0, 0.5, 0.1, LogprobDifferences(1e-7, 1e-6, 1e-6), slope=0.9),
-        SyncReport("b", 10, 3.0, 0.2, 0.3, LogprobDifferences(1e-6, 2e-6, 1e-5), slope=1.0, alarmed=True),
+        SyncReport("a", 10, 1.0, 0.5, 0.1, LogprobDifferences(1e-7, 1e-6, 1e-6), slope=0.9, whole_bytes=40),
+        SyncReport(
+            "b",
+            10,
+            3.0,
+            0.2,
+            0.3,
+            LogprobDifferences(1e-6, 2e-6, 1e-5),
+            slope=1.0,
+            alarmed=True,
+            whole_bytes=40,
+        ),
     ]
     values = {metric.name: metric.value for metric in sync_metrics(reports, 7)}
     assert values == {
         "sync/sent_bytes": 20.0,
+        "sync/sent_share": 0.25,
         "sync/servers": 2.0,
         "sync/transfer_s": 3.0,
         "sync/held_s": 0.5,

@@ -77,7 +77,8 @@ def test_no_rank_sends_more_than_an_even_share_rounded_up(metas, n_ranks: int) -
     tensors = lay_out_tensors(metas)
     plan = TransferPlan(tensors, share_evenly(tensors, n_ranks), n_ranks)
     sizes = [sum(bucket.size_bytes for bucket in plan.buckets(rank)) for rank in range(n_ranks)]
-    assert max(sizes) == -(-sum(each.size_bytes for each in tensors) // n_ranks)
+    # In units of the largest element, so that none is divided.
+    assert max(sizes) <= -(-sum(each.size_bytes for each in tensors) // (8 * n_ranks)) * 8
 
 
 def test_tensors_that_are_slices_of_one_parameter_are_divided_as_the_parameter_is() -> None:

@@ -178,7 +178,7 @@ def test_a_restarted_server_needs_only_the_next_order_to_receive() -> None:
     plan = plan_of(weights_of(0, LARGE), 2, 1 << 20, 2)
 
     def take(server: Server, _: TransferPlan) -> Weights:
-        return dict(inboxes[server].receive(server.order(plan)))
+        return dict(inboxes[server].receive(server.order(plan))[0])
 
     inboxes = {first: WeightInbox(0), again: WeightInbox(0)}
     for seed, server in enumerate((first, first, again)):

@@ -2,7 +2,7 @@
 
 JOB.json is {"cases": [{"model": folder, "zero_stage", "dtype", "lora": "" | "merged" | "adapters"}], "folder"}. In each case
 an engine sends after its load and again after an update; what arrives, what is written into files, and the digests are
-compared with the tensors gathered one by one.
+compared with the tensors gathered one by one. The second sending by tcp with a snapshot is of changes.
 """
 
 import json
@@ -22,7 +22,7 @@ from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.sync.links.link import ReceivingLink
 from rollmill.tasks.sync.links.shm_link import open_shared
 from rollmill.tasks.sync.weight_messages import SendTarget, WeightOffer, WeightUpdateRequest, encode_plan
-from rollmill.tasks.sync.weight_receiver import open_links, receive_tensors
+from rollmill.tasks.sync.weight_receiver import WeightInbox, open_links, receive_tensors
 from rollmill.tasks.train.checkpoints.hf_export import gather_weights
 from rollmill.tasks.train.config import LoraConfig, TrainConfig
 from rollmill.tasks.train.engine.deepspeed_engine import Engine
@@ -41,25 +41,34 @@ class Receiver:
     """A server's only worker, on a thread of rank 0; its links are opened once for each transport."""
 
     def __init__(self, offer: WeightOffer) -> None:
-        self._offer, self._plan = offer, offer.plan
+        self._offer, self._plan, self._inbox = offer, offer.plan, WeightInbox(0)
         self._links: dict[str, list[ReceivingLink]] = {}
+
+    def _order(self, transport: str, prefix: str, snapshot: str = "", base: str = "") -> WeightUpdateRequest:
+        offer = self._offer
+        return WeightUpdateRequest(
+            "run:1:1",
+            "keep",
+            transport,
+            encode_plan(offer.plan),
+            TIMEOUT_S,
+            TIMEOUT_S,
+            None,
+            offer.host,
+            offer.port,
+            prefix,
+            snapshot=snapshot,
+            base_snapshot=base,
+        )
+
+    def receive_changes(self, snapshot: str, base: str) -> tuple[Tensors, int]:
+        tensors, n_bytes = self._inbox.receive(self._order("tcp", "changes", snapshot, base))
+        return dict(tensors), n_bytes
 
     def receive(self, transport: str) -> Tensors:
         offer, size = self._offer, self._plan.total_bytes
         if transport not in self._links:
-            order = WeightUpdateRequest(
-                "run:1:1",
-                "keep",
-                transport,
-                encode_plan(offer.plan),
-                TIMEOUT_S,
-                TIMEOUT_S,
-                None,
-                offer.host,
-                offer.port,
-                transport,
-            )
-            self._links[transport] = open_links(order, offer.plan, 0)
+            self._links[transport] = open_links(self._order(transport, transport), offer.plan, 0)
         if transport == "shm":
             buffer = open_shared(offer.shared, size, is_writable=False)
         else:
@@ -91,6 +100,7 @@ def run(case: dict[str, Any], folder: Path, ranks: Ranks) -> None:
         expected = whole_tensors(engine, case["lora"])
         for transport in ("tcp", "shm"):
             check_arrival(transfer, engine, receiver, expected, transport)
+        check_changes(transfer, engine, receiver, expected, version)
         files = transfer.write(engine, str(folder), f"1-{version:06d}")
         digests = transfer.digests(engine, list(expected)[:3])
         if receiver:
@@ -114,6 +124,26 @@ def check_arrival(
             assert_same(receiving.result(), expected)
             n_bytes = sum(each.nbytes for each in expected.values())
             assert [(each.error, each.bytes) for each in sent] == [("", n_bytes)]
+
+
+def check_changes(
+    transfer: WeightTransfer, engine: Engine, receiver: Receiver | None, expected: Tensors, version: int
+) -> None:
+    n_bytes = sum(each.nbytes for each in expected.values())
+    # Each version twice: nothing changes between the two.
+    for number in (2 * version, 2 * version + 1):
+        names = (str(number), str(number - 1) if number else "")
+        with ThreadPoolExecutor(1) as thread:
+            receiving = thread.submit(receiver.receive_changes, *names) if receiver else None
+            (sent,) = transfer.send(
+                engine, [SendTarget("server by changes", "tcp", "changes", 1, *names)]
+            ) or [None]
+            if receiving and sent:
+                tensors, received = receiving.result()
+                assert_same(tensors, expected)
+                assert (sent.error, sent.bytes) == ("", received)
+                assert (received == n_bytes) == (number == 0)
+                assert (received < n_bytes / 100) == (number % 2 == 1)
 
 
 def check_files(files: list[str], folder: Path, expected: Tensors) -> None:

@@ -114,8 +114,9 @@ class NcclSender(_NcclPair):
     rank = _SENDER
 
     def send(self, parts: Sequence[torch.Tensor]) -> None:
-        """Send one bucket as a single tensor, as `SendingLink.send`; the parts are on the GPU."""
-        self._exchange("send", parts[0] if len(parts) == 1 else torch.cat(list(parts)), _RECEIVER)
+        """Send one bucket as a single tensor, as `SendingLink.send`; the parts are on the GPU or in host memory."""
+        data = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        self._exchange("send", data.to(self._rendezvous.device), _RECEIVER)
 
 
 class NcclReceiver(_NcclPair):

@@ -249,13 +249,13 @@ async def _update_weights(
             # A kernel serves one thread at a time, so kernels are not compared while the model computes.
             async with asyncio.timeout(request.timeout_s):
                 compared = await _put_in_place(engine)
-            return _merge_reports([*reports, *compared], 0.0, ())
+            return _merge_reports([*reports, *compared], 0.0, (), request.snapshot)
         except Exception as error:
             raise HTTPException(500, f"the old weights serve, not compared: {error_text(error)}") from error
     recorder = Recorder("")
     with recording(recorder, lane="weights"), span("switching") as switching:
         compared = await _switch_weights(engine, request.version)
-    return _merge_reports([*reports, *compared], switching.duration_s, recorder.take())
+    return _merge_reports([*reports, *compared], switching.duration_s, recorder.take(), request.snapshot)
 
 
 def _share_memory(state: Any, request: WeightUpdateRequest) -> str:
@@ -345,7 +345,7 @@ async def _await_disconnect(raw_request: Request) -> None:
 
 
 def _merge_reports(
-    reports: Iterable[WorkerReport], held_s: float, switching: Iterable[Span]
+    reports: Iterable[WorkerReport], held_s: float, switching: Iterable[Span], snapshot: str
 ) -> WeightUpdateResponse:
     """Merge the reports of all workers into one response: times of the slowest, differences of any, spans of all."""
     reports = list(reports)
@@ -357,6 +357,7 @@ def _merge_reports(
         differing=tuple(sorted({name for each in reports for name in each.differing})),
         uncompared=tuple(sorted({name for each in reports for name in each.uncompared})),
         spans=(*(each for report in reports for each in report.spans), *switching),
+        snapshot=snapshot,
     )
 
 

@@ -42,7 +42,7 @@ from rollmill.tasks.sync.vllm_plugin.second_copy import (
     find_differing_kernels,
 )
 from rollmill.tasks.sync.vllm_plugin.worker_reports import ReportSender, WorkerReport
-from rollmill.tasks.sync.weight_messages import DEVICE_TRANSPORTS, WeightUpdateRequest
+from rollmill.tasks.sync.weight_messages import WeightUpdateRequest
 from rollmill.tasks.sync.weight_receiver import WeightInbox, view_tensors
 
 # vLLM's classes have no types here.
@@ -107,21 +107,20 @@ def _digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(as_bytes(tensor).cpu().numpy().data).hexdigest()
 
 
-def _report_arrived(request: WeightUpdateRequest, tensors: Tensors, received_s: float = 0.0) -> WorkerReport:
-    """Report received tensors: their bytes, and the checksums that the request asks for."""
+def _find_checksums(request: WeightUpdateRequest, tensors: Tensors) -> dict[str, str]:
+    """Return the checksums of received tensors that the request asks for."""
     found = dict(tensors)
-    checksums = {name: _digest(found[name]) for name in request.checksums}
-    return WorkerReport(request.decode_plan().total_bytes, received_s, checksums)
+    return {name: _digest(found[name]) for name in request.checksums}
 
 
-def _receive(request: WeightUpdateRequest, memory: str, inbox: WeightInbox) -> tuple[Tensors, float]:
-    """Receive a request's weights, or take them from the memory where they are; returns them and the seconds it took."""
+def _receive(request: WeightUpdateRequest, memory: str, inbox: WeightInbox) -> tuple[Tensors, WorkerReport]:
+    """Receive a request's weights, or take them from the memory where they are; returns them and a report of bytes and seconds."""
     if memory:
         plan = request.decode_plan()
-        return view_tensors(plan, open_shared(memory, plan.total_bytes, is_writable=False)), 0.0
+        return view_tensors(plan, open_shared(memory, plan.total_bytes, is_writable=False)), WorkerReport()
     with span("receiving") as receiving:
-        tensors = inbox.receive(request)
-    return tensors, receiving.duration_s
+        tensors, n_bytes = inbox.receive(request)
+    return tensors, WorkerReport(n_bytes, receiving.duration_s)
 
 
 class RollmillWeightTransferEngine(_Engine[InitInfo, UpdateInfo]):
@@ -246,27 +245,28 @@ class RollmillWeightTransferEngine(_Engine[InitInfo, UpdateInfo]):
         if self.parallel_config.rank:
             return WorkerReport()
         with span("receiving") as receiving:
-            inbox.receive(request, memory)
-        return WorkerReport(received_s=receiving.duration_s)
+            _, n_bytes = inbox.receive(request, memory)
+        return WorkerReport(n_bytes, receiving.duration_s)
 
     def _prepare(
         self,
         request: WeightUpdateRequest,
         inbox: WeightInbox,
-        receive: Callable[[], tuple[Tensors, float]],
+        receive: Callable[[], tuple[Tensors, WorkerReport]],
         second: SecondCopy | None,
     ) -> WorkerReport:
         """Do all that can be done for a request while the model computes; returns the report."""
         if not self._is_streamed(request):
-            tensors, received_s = receive()
+            tensors, received = receive()
             with span("loading"):
-                return replace(self._load(request, tensors, second), received_s=received_s)
+                loaded = self._load(request, tensors, second)
+            return replace(loaded, bytes=received.bytes, received_s=received.received_s)
         report = WorkerReport()
         if request.base is None:
             weights: Weights = inbox.stream(request)
         else:
-            tensors, received_s = receive()
-            report = _report_arrived(request, tensors, received_s)
+            tensors, received = receive()
+            report = replace(received, checksums=_find_checksums(request, tensors))
             weights = self._merge(tensors, request)
         expected = self._live_weights.begin()
         # Another request may have begun, whose weights are the ones to put in place.
@@ -276,7 +276,7 @@ class RollmillWeightTransferEngine(_Engine[InitInfo, UpdateInfo]):
 
     def _is_streamed(self, request: WeightUpdateRequest) -> bool:
         """Return True if the live model is loaded tensor by tensor as weights arrive or are merged, while requests are held."""
-        is_on_device = request.transport in DEVICE_TRANSPORTS
+        is_on_device = request.arrives_on_device
         merges_on_device = request.base is not None and self.device.type == "cuda"
         return request.mode == "keep" and (is_on_device or merges_on_device)
 
@@ -296,7 +296,7 @@ class RollmillWeightTransferEngine(_Engine[InitInfo, UpdateInfo]):
         self, request: WeightUpdateRequest, tensors: Tensors, second: SecondCopy | None
     ) -> WorkerReport:
         """Prepare received tensors, while the model computes, so that putting them in place is quick; returns the report."""
-        report = _report_arrived(request, tensors)
+        report = WorkerReport(checksums=_find_checksums(request, tensors))
         weights = tensors if request.base is None else list(self._merge(tensors, request))
         if request.mode == "verify" and second is not None:
             second.load(self._copy_to_device(weights), self.repairs)
@@ -331,7 +331,7 @@ class RollmillWeightTransferEngine(_Engine[InitInfo, UpdateInfo]):
             reload_weights(self.model, self.vllm_config.model_config, observe(), self.repairs)
         return replace(
             self._compare_sums(self.model, expected),
-            bytes=request.decode_plan().total_bytes,
+            bytes=request.decode_plan().total_bytes if request.base is None else 0,
             received_s=loading.duration_s if request.base is None else 0.0,
             checksums=checksums,
             spans=tuple(recorder.take()),
