@@ -21,6 +21,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+from span_rows import Row, whole_step
+from stored_spans import store_spans
 
 from rollmill.tasks.look.web.request_guard import TOKEN_FILE
 from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
@@ -228,15 +230,53 @@ def test_a_step_that_is_stored_meanwhile_appears_by_itself(
         expect(page.locator("#steps .ag-center-cols-container .ag-row")).to_have_count(3)
 
 
-def test_a_steps_time_is_drawn_and_listed(timed_run: RunFolder, browser: Browser, tmp_path: Path) -> None:
+def later_steps(first: int, last: int) -> Iterator[Row]:
+    """Spans of further steps, each of another length; every eighth also evaluates."""
+    began = 10.0 * first
+    for step in range(first, last + 1):
+        scale, whole_s = 0.6 + 0.08 * (7 * step % 11), 10.0 if step % 8 else 14.0
+        rows = [*whole_step(step)[1:], (step, "flow", "step", "step", 0, whole_s)]
+        rows += [(step, "flow", "step", "evaluate", 9.9, whole_s)] if step % 8 == 0 else []
+        for row in rows:
+            yield (*row[:4], began + scale * row[4], began + scale * row[5], *row[6:])
+        began += scale * whole_s
+
+
+def test_the_time_of_steps_is_drawn_and_listed(
+    timed_run: RunFolder, browser: Browser, tmp_path: Path
+) -> None:
+    store_spans(timed_run, "5eed5eed5eed5eed", *later_steps(3, 30))
     with view(timed_run, tmp_path / "viewer.log") as address, open_pages(browser, address) as to:
         page = to("/")
         page.locator("#steps a[href='/time?step=1']").click()
         expect(page.locator(".timeline .ytick")).to_have_count(5)
-        expect(page.get_by_role("cell", name="waiting_for_stragglers").first).to_be_visible()
+        cell = page.get_by_role("cell", name="waiting_for_stragglers").first
+        expect(cell).to_be_hidden()
+        page.get_by_text("by what decided it").click()
+        expect(cell).to_be_visible()
         page.get_by_role("link", name="step 2").click()
         expect(page).to_have_url(re.compile("/time.step=2$"))
+        expect(page.locator(".timeline h3")).to_contain_text("timeline of step 2")
+        bar = page.locator("#step-bars .bars .point").first.bounding_box()
+        assert bar is not None
+        middle = bar["x"] + bar["width"] / 2, bar["y"] + bar["height"] / 2
+        page.mouse.move(*middle)
+        expect(page.locator("#step-bars .hovertext")).to_contain_text("step 0, generating: 5.000 s, 50 %")
+        page.mouse.click(*middle)
+        expect(page).to_have_url(re.compile("/time.step=0$"))
+        expect(page.locator(".timeline h3")).to_contain_text("timeline of step 0")
+        to("/time?step=24")
+        expect(page.locator(".timeline .ytick")).to_have_count(5)
+        expect(page.locator("#step-bars .bars .point").first).to_be_visible()
         picture(page, "time")
+        page.set_viewport_size({"width": 390, "height": 844})
+        expect(page.locator("html")).to_have_js_property("scrollWidth", 390)
+        to("/time")
+        page.get_by_text("by what decided it").click()
+        expect(cell).to_be_visible()
+        store_spans(timed_run, "5eed5eed5eed5eed", *later_steps(40, 40))
+        expect(page.locator(".timeline h3")).to_contain_text("timeline of step 40")
+        expect(cell).to_be_visible()
 
 
 @pytest.fixture

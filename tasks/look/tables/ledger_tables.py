@@ -19,6 +19,8 @@ MOST_SEGMENTS = 40
 """Number of segments of a critical path to list, longest first."""
 LEAST_SHARE = 0.005
 """Owners below this share of a step's time are merged into one row."""
+MOST_OWNERS = 10
+"""Number of names that the stacked bars of steps distinguish."""
 LEAST_ON_PATH = 0.01
 """Smallest share of the critical paths that the note below the step names."""
 SHARE = Column("percent", rank=1, header="% of step", digits=1)
@@ -85,6 +87,22 @@ def step_line(ledger: Ledger) -> list[dict[str, object]]:
     """Return where the step lane's time went, largest first: name, cause, seconds (mean over steps), share of all time."""
     line = ledger.owners.filter(pl.col("process") == FLOW)
     return _by_share(_means(line, ledger.steps, ["name", "cause"]))
+
+
+def sum_step_owners(path: pl.DataFrame) -> pl.DataFrame:
+    """Return the seconds of each step by what is on its critical path; `path` has the critical paths of some steps.
+
+    Returns:
+        Columns step, name, seconds. The rows of a step sum to its duration. Names are in order of their seconds in all steps;
+        those after the first MOST_OWNERS are together, as OTHERS.
+    """
+    seconds = ((pl.col("end") - pl.col("start")).sum() / SECOND_US).alias("seconds")
+    totals = path.group_by("name").agg(seconds).sort("seconds", "name", descending=[True, False])
+    names = totals["name"].head(MOST_OWNERS).to_list()
+    name = pl.when(pl.col("name").is_in(names)).then("name").otherwise(pl.lit(OTHERS)).alias("name")
+    found = path.with_columns(name).group_by("step", "name").agg(seconds)
+    order = pl.DataFrame({"name": [*names, OTHERS]}).with_row_index("place")
+    return found.join(order, on="name").sort("place", "step").select("step", "name", "seconds")
 
 
 def processes(ledger: Ledger) -> list[dict[str, object]]:

@@ -49,6 +49,7 @@ from rollmill.tasks.look.web.request_guard import (
     write_first_page,
 )
 from rollmill.tasks.look.web.run_data import CELL, RunData, TablePage
+from rollmill.tasks.look.web.time_charts import STEP_BARS
 from rollmill.tasks.look.web.urls import (
     COMPARE,
     GROUPS,
@@ -182,6 +183,7 @@ def make_app(source: RunData, token: str, refresh_s: float) -> Dash:
     _fill_tables(app, source)
     _paint(app)
     _downloads(app, source)
+    _choose_step(app)
     # Last, because the hashes are of the inline scripts that Dash has by then.
     install_guard(app.server, app.csp_hashes(), token)
     return app
@@ -357,6 +359,17 @@ def _run_in_page(app: Dash, name: str, output: Output, *inputs: Input, late: boo
     register = app.clientside_callback
     function = ClientsideFunction("viewer", name)
     register(function, output, *inputs, prevent_initial_call=late)  # type: ignore[no-untyped-call] # Dash has no types there
+
+
+def _choose_step(app: Dash) -> None:
+    @app.callback(
+        Output("url", "search", allow_duplicate=True),
+        Input(STEP_BARS, "clickData"),
+        prevent_initial_call=True,
+    )
+    def choose(clicked: dict[str, Any] | None) -> Any:
+        """Return the query of the step whose bar was clicked."""
+        return Query.of("").but(step=str(clicked["points"][0]["x"])).search if clicked else no_update
 
 
 def _downloads(app: Dash, source: RunData) -> None:

@@ -7,9 +7,7 @@ import polars as pl
 from dash import dcc, html
 from dash.development.base_component import Component
 
-from rollmill.tasks.look.ledger.span_timeline import IDLE, NO_SPANS, UNATTRIBUTED, is_wait
-from rollmill.tasks.look.ledger.step_timeline import StepTimeline
-from rollmill.tasks.look.tables.curves import BLUE, SPAN_COLOURS, SPANS, Chart, Curves, Series, list_charts
+from rollmill.tasks.look.tables.curves import BLUE, Chart, Curves, Series, list_charts
 from rollmill.tasks.look.tables.view import escape_controls
 
 # Of more points every n-th is drawn: a chart has fewer pixels, and the page would be long.
@@ -25,39 +23,6 @@ FEW_STEPS = 8
 """With fewer steps, each gets a tick."""
 QUIET = "rgba(128,128,128,0.25)"
 INK = "#7d8590"
-WAITING = "rgba(128,128,128,0.45)"
-OTHER = "#a3acb6"
-"""Colour of work without a colour in a timeline; hovering shows its name."""
-GREYS = {IDLE: "rgba(128,128,128,0.15)", UNATTRIBUTED: INK, NO_SPANS: "rgba(128,128,128,0.05)"}
-"""Colour of time that is neither work nor a wait."""
-WORK = {name: SPAN_COLOURS[name] for name in SPANS} | {
-    "generating": "#5aa9c9",
-    "environment": "#6b7f3f",
-    "scoring": "#d58fb4",
-    "evaluating": "#7cc4a8",
-    "packing": "#e3b778",
-    "recomputing": "#8c3b36",
-    "forward": "#c2504a",
-    "backward": "#a07a52",
-    "optimizer": "#b8a03a",
-    "gathering": "#6c5fa8",
-    "sending": "#a994d6",
-    "receiving": "#74528f",
-    "loading": "#5b6ea0",
-    "switching": "#c08ad0",
-    "parity": "#985f7e",
-    "storing": "#43617f",
-    "checkpoint": "#3f7f86",
-    "checkpointing": "#5fa3a8",
-    "report": "#93a8c4",
-    "measuring": "#84b3d9",
-    "recording": "#c9b98a",
-}
-"""Colours of the most common work in a timeline."""
-LEAST_DRAWN = 0.005
-"""Share of the drawn time from which a name gets into the legend; hovering shows every name."""
-LANE = 26
-"""Height of a timeline row in pixels."""
 LOOK = {
     "paper_bgcolor": "rgba(0,0,0,0)",
     "plot_bgcolor": "rgba(0,0,0,0)",
@@ -98,56 +63,6 @@ def make_scatter(title: str, rows: pl.DataFrame, a: str, b: str) -> Component:
     return _chart(title, f"{a} across, {b} up", [points], axes=(a, b))
 
 
-def make_timeline_chart(timeline: StepTimeline) -> Component:
-    """Plot the spans of a step over time: one row of bars per lane, one colour per span name, waits in grey."""
-    names = (
-        timeline.pieces.group_by("name")
-        .agg(pl.col("seconds").sum())
-        .sort("seconds", "name", descending=[True, False])
-    )
-    least_s = LEAST_DRAWN * float(names["seconds"].sum())
-    bars = [
-        _stretches(timeline.pieces.filter(name=name), name, in_legend=seconds >= least_s)
-        for name, seconds in names.rows()
-    ]
-    height = LANE * len(timeline.lanes) + 90
-    axis = {"gridcolor": QUIET, "zeroline": False, "automargin": True}
-    layout = LOOK | {
-        "height": height,
-        "margin": {"l": 40, "r": 10, "t": 6, "b": 30},
-        "barmode": "overlay",
-        "bargap": 0.25,
-        "xaxis": axis | {"ticksuffix": " s"},
-        "yaxis": axis | {"categoryorder": "array", "categoryarray": timeline.lanes[::-1], "showgrid": False},
-        "hovermode": "closest",
-        "legend": {"orientation": "h", "y": -40 / height, "yanchor": "top", "font": {"size": 10}},
-    }
-    head = html.H3(
-        ["timeline", html.Small(" what was done when, in seconds of the step; drag to look closer")]
-    )
-    return html.Figure([head, _graph(bars, layout, height)], className="chart timeline")
-
-
-def _stretches(pieces: pl.DataFrame, name: str, *, in_legend: bool) -> dict[str, Any]:
-    # Time that is no work is grey, so that the colours show the work.
-    colour = GREYS.get(name, WAITING if is_wait(name) else WORK.get(name, OTHER))
-    causes = [f"<br>{_plain(cause)}" if cause else "" for cause in pieces["cause"]]
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": _plain(name),
-        "y": pieces["lane"].to_list(),
-        "base": pieces["start_s"].round(6).to_list(),
-        "x": pieces["seconds"].round(6).to_list(),
-        "customdata": [
-            [f"{seconds:.3f} s", cause] for seconds, cause in zip(pieces["seconds"], causes, strict=True)
-        ],
-        "marker": {"color": colour, "line": {"width": 0}},
-        "showlegend": in_legend and colour != OTHER,
-        "hovertemplate": "%{customdata[0]}, from %{base:.3f} s%{customdata[1]}",
-    }
-
-
 def _chart(
     name: str,
     unit: str,
@@ -165,7 +80,7 @@ def _chart(
     layout = LOOK | {
         "margin": {"l": 40, "r": 10, "t": 6, "b": 30},
         "height": HEIGHT,
-        "xaxis": axis | ({"title": {"text": axes[0]}} if is_scatter else _whole(shown)),
+        "xaxis": axis | ({"title": {"text": axes[0]}} if is_scatter else tick_steps(shown)),
         "yaxis": axis | {"title": {"text": axes[1]}, "nticks": 6},
         "hovermode": "closest" if is_scatter else "x unified",
         "legend": {"orientation": "h", "y": -0.14, "font": {"size": 10}, "traceorder": "normal"},
@@ -174,18 +89,23 @@ def _chart(
         "uirevision": name,
         "barmode": "stack",
     }
-    return html.Figure([head, _graph(shown, layout, HEIGHT)], className="chart")
+    return html.Figure([head, draw_graph(shown, layout, HEIGHT)], className="chart")
 
 
-def _graph(traces: Sequence[dict[str, Any]], layout: dict[str, Any], height: int) -> Component:
+def draw_graph(
+    traces: Sequence[dict[str, Any]], layout: dict[str, Any], height: int, name: str = ""
+) -> Component:
+    """Return a Plotly figure as a component, `height` pixels high; `name` is its id, empty for none."""
+    identity: dict[str, Any] = {"id": name} if name else {}
     return dcc.Graph(
+        **identity,
         figure={"data": traces, "layout": layout},
         config={"displayModeBar": False, "responsive": True, "displaylogo": False},
         style={"height": height},
     )
 
 
-def _whole(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def tick_steps(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return Plotly settings for the axis of steps, with ticks at every step if there are few."""
     steps = [step for trace in traces for step in (trace["x"][0], trace["x"][-1])]
     return {"dtick": 1} if max(steps) - min(steps) < FEW_STEPS else {"nticks": 8}
@@ -193,7 +113,7 @@ def _whole(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _traces(series: Series) -> list[dict[str, Any]]:
     """Return Plotly's traces of a series: one, or for a band its two ends, invisible, with the area between them."""
-    drawn, name = _thin(series.rows, MOST_POINTS), _plain(series.label)
+    drawn, name = _thin(series.rows, MOST_POINTS), escape_label(series.label)
     trace = {"x": drawn["step"].to_list(), "name": name, "hovertemplate": "%{y:.4g}"}
     if series.form == "bars":
         return [trace | {"y": drawn["value"].to_list(), "type": "bar", "marker": {"color": series.colour}}]
@@ -219,6 +139,6 @@ def _thin(rows: pl.DataFrame, most: int) -> pl.DataFrame:
     return rows.gather_every(max(1, -(-len(rows) // most)))
 
 
-def _plain(label: str) -> str:
+def escape_label(label: str) -> str:
     """Escape a name for Plotly, which interprets some HTML in texts."""
     return escape_controls(label).replace("&", "&amp;").replace("<", "&lt;")

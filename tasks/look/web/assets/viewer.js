@@ -48,6 +48,17 @@
     if (link) link.click();
   });
 
+  // A page that is drawn again for new rows keeps the tables open that were.
+  const open = new Set();
+  document.addEventListener(
+    "toggle",
+    ({ target }) => target.isConnected && target.id && (target.open ? open.add(target.id) : open.delete(target.id)),
+    true
+  );
+  new MutationObserver(() => {
+    for (const id of open) document.getElementById(id)?.setAttribute("open", "");
+  }).observe(document.documentElement, { childList: true, subtree: true });
+
   function rgb(colour) {
     return [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
   }

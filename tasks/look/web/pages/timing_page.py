@@ -1,5 +1,6 @@
-"""The page of where the time of a step went: its timeline, and the tables of `rollmill spans`."""
+"""The page of where the time of steps went: charts first, and the tables of `rollmill spans`, folded."""
 
+import polars as pl
 from dash import dcc, html
 from dash.development.base_component import Component
 
@@ -8,10 +9,9 @@ from rollmill.tasks.look.ledger.run_ledger import read_step_spans, select_finish
 from rollmill.tasks.look.ledger.step_attribution import Ledger, build_ledger
 from rollmill.tasks.look.ledger.step_timeline import StepTimeline, lay_out_step
 from rollmill.tasks.look.tables.cost_view import make_costs_view
-from rollmill.tasks.look.tables.ledger_tables import make_ledger_views
+from rollmill.tasks.look.tables.ledger_tables import make_ledger_views, sum_step_owners
 from rollmill.tasks.look.tables.selection import Interval
 from rollmill.tasks.look.tables.view import View, count_noun, escape_controls
-from rollmill.tasks.look.web.charts import make_timeline_chart
 from rollmill.tasks.look.web.pages.table_pages import (
     describe_error,
     render_plain_table,
@@ -19,14 +19,18 @@ from rollmill.tasks.look.web.pages.table_pages import (
     render_waiting,
 )
 from rollmill.tasks.look.web.run_data import RunData
+from rollmill.tasks.look.web.time_charts import make_legend, make_step_bars, make_timeline_chart
 from rollmill.tasks.look.web.urls import TIMING, Query
 
 MOST_STEPS = 100
-"""Number of last steps whose mean is shown by default."""
+"""Number of last steps whose bars, and whose mean, are shown by default."""
 
 
 def render_timing(source: RunData, query: Query) -> Component:
-    """Render how the time of one step was spent, or the mean of several; for unknown steps, links to known ones."""
+    """Render where the time of steps went: bars of steps, the timeline of one, and tables of it, or of the mean of several.
+
+    For unknown steps it has links to known ones.
+    """
     known = source.shelf.steps("spans")
     if not known and not source.shelf.steps("metrics"):
         return html.Section([_render_head(known, []), render_waiting()])
@@ -35,28 +39,52 @@ def render_timing(source: RunData, query: Query) -> Component:
         steps = select_steps(source.folder, asked)[0 if asked else -MOST_STEPS :]
     except ConfigError as error:
         return html.Section([_render_head(known, []), render_problem(describe_error(error))])
-    ledger, timeline, costs = source.derive(
-        ("timing", tuple(steps)), source.parts(), lambda: _read_ledger(source, steps)
+    ledger = _read_steps(source, steps)
+    # Of several steps the newest one that has ended is drawn; the bars of one are among those of its neighbours.
+    step = int(ledger.steps["step"][-1]) if len(ledger.steps) else steps[-1]
+    around = ledger if len(steps) > 1 else _read_steps(source, _choose_neighbours(known, step))
+    timeline = source.derive(
+        ("timeline", step), source.parts(), lambda: _lay_out(source, step, ledger.path.filter(step=step))
     )
-    which = f"steps {steps[0]} to {steps[-1]}; a single step also has a timeline and its critical path"
-    if len(steps) == 1:
-        which = f"step {steps[0]}; the rows of its first table add up to it"
+    costs = source.derive(
+        ("costs", tuple(steps)), source.parts(), lambda: make_costs_view(source.folder, ledger)
+    )
+    kind = "steps" if len(steps) > 1 else "step"
+    which = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {step}"
+    owners = sum_step_owners(around.path)
+    bars = [make_step_bars(owners, step)] if len(owners) else []
     views = [view for view in (*make_ledger_views(source.folder.name, ledger), costs) if view.rows]
     return html.Section(
         [
             _render_head(known, steps),
-            html.P(which, className="quiet"),
-            *(_render_timeline(timeline) if timeline else []),
-            *(part for view in views for part in _render_view(view)),
+            html.Div(
+                [*bars, make_legend(owners, timeline), make_timeline_chart(timeline, step)],
+                className="column",
+            ),
+            *_render_missing(timeline),
+            html.H2(f"tables of {which}"),
+            *(_render_view(f"{kind}-table-{number}", view) for number, view in enumerate(views)),
         ]
     )
 
 
-def _read_ledger(source: RunData, steps: list[int]) -> tuple[Ledger, StepTimeline | None, View]:
-    spans = read_step_spans(source.folder, steps)
-    ledger = build_ledger(spans, select_finished(spans, steps))
-    timeline = lay_out_step(spans, steps[0], ledger.path) if len(steps) == 1 else None
-    return ledger, timeline, make_costs_view(source.folder, ledger)
+def _read_steps(source: RunData, steps: list[int]) -> Ledger:
+    def read() -> Ledger:
+        spans = read_step_spans(source.folder, steps)
+        return build_ledger(spans, select_finished(spans, steps))
+
+    made: Ledger = source.derive(("timing", tuple(steps)), source.parts(), read)
+    return made
+
+
+def _choose_neighbours(known: list[int], step: int) -> list[int]:
+    """Return MOST_STEPS steps, or all: the last ones if `step` is among them, otherwise those around it."""
+    first = max(0, min(len(known) - MOST_STEPS, known.index(step) - MOST_STEPS // 2))
+    return known[-MOST_STEPS:] if step in known[-MOST_STEPS:] else known[first : first + MOST_STEPS]
+
+
+def _lay_out(source: RunData, step: int, path: pl.DataFrame) -> StepTimeline:
+    return lay_out_step(read_step_spans(source.folder, [step]), step, path)
 
 
 def _render_head(known: list[int], steps: list[int]) -> Component:
@@ -75,16 +103,19 @@ def _step_links(known: list[int], steps: list[int]) -> list[Component]:
     return [dcc.Link("mean of many", href=TIMING), *links] if len(steps) < 2 else links
 
 
-def _render_timeline(timeline: StepTimeline) -> list[Component]:
+def _render_missing(timeline: StepTimeline) -> list[Component]:
+    """Return a note on what the timeline of a step leaves out, as a list; empty if it has everything."""
     left = {
         count_noun(timeline.n_processes, "rank or server", "ranks and servers"): timeline.n_processes,
         count_noun(timeline.n_pieces, "short stretch", "short stretches"): timeline.n_pieces,
     }
     named = " and ".join(text for text, n in left.items() if n)
     note = f"{named} not drawn; `rollmill spans RUN --otlp URL` sends all of them"
-    return [make_timeline_chart(timeline), *([html.P(note, className="quiet")] if named else [])]
+    return [html.P(note, className="quiet")] if named else []
 
 
-def _render_view(view: View) -> list[Component]:
+def _render_view(name: str, view: View) -> Component:
+    """Render a table that is shown when its title is clicked; `name` is its id."""
     notes = [html.P(escape_controls(note), className="quiet") for note in view.notes]
-    return [html.H2(escape_controls(view.title)), render_plain_table(view.columns, view.rows), *notes]
+    table = render_plain_table(view.columns, view.rows)
+    return html.Details([html.Summary(escape_controls(view.title)), table, *notes], id=name)
