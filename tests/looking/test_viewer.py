@@ -36,7 +36,7 @@ def show(source: RunData, path: str, search: str = "") -> str:
 def query_ids(source: RunData, search: str, *, held_out: bool = False) -> tuple[int, list[str]]:
     """How many trajectories a query has, and which come first."""
     query = Query.of(search)
-    found = source.trajectories(query.selection(evaluations=held_out), query["text"], 0, 100)
+    found = source.trajectories(query.selection(evaluations=held_out), query["text"], 0, 100, query["where"])
     return found.n, [row["trajectory"] for row in found.rows]
 
 
@@ -280,3 +280,35 @@ def test_pages_are_read_by_several_at_once(source: RunData) -> None:
 
     answers = asyncio.run(ask())
     assert all(each == answers[0] for each in answers)
+
+
+def test_a_condition_in_sql_selects_trajectories_together_with_the_filters(source: RunData) -> None:
+    every, _ = query_ids(source, "")
+    found = {
+        where: query_ids(source, f"?where={where}")[0] for where in ("reward+>+0.5", "not+(reward+>+0.5)")
+    }
+    assert 0 < found["reward+>+0.5"] < every
+    assert sum(found.values()) <= every
+    n, ids = query_ids(source, "?where=sample+=+0&step=1")
+    assert n == len(ids) > 0
+    assert all(each.endswith(".0") for each in ids)
+    assert Query.of("?where=sample+=+0").search == "?where=sample+%3D+0"
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "rewrd > 0.5",
+        "reward >",
+        "true); create table t as (select 1",
+        "exists (from read_csv('/etc/passwd'))",
+        "exists (from read_text('/etc/passwd'))",
+        "true); copy (select 1) to 'copied.csv'; select (1",
+        "true); attach 'attached.db'; select (1",
+        "true); install httpfs; select (1",
+    ],
+)
+def test_a_condition_that_is_wrong_or_reads_files_is_refused_in_one_line(source: RunData, where: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        source.trajectories(Query.of("").selection(), "", 0, 10, where)
+    assert "\n" not in refused.value.remedy

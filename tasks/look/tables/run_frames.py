@@ -1,6 +1,6 @@
 """Stored runs as lazy Polars frames and as SQL views: one run or several, on a disk or on S3."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import polars as pl
@@ -12,7 +12,7 @@ from rollmill.tasks.look.tables.costs import SCHEMA as COST_SCHEMA
 from rollmill.tasks.look.tables.costs import measure_costs
 from rollmill.tasks.look.tables.dataset_scans import scan_dataset
 from rollmill.tasks.look.tables.joined_trajectories import scan_trajectories
-from rollmill.tasks.look.tables.sql_query import check_weight, refuse_changing, run_query
+from rollmill.tasks.look.tables.sql_query import check_condition, check_weight, refuse_changing, run_query
 from rollmill.tasks.look.tables.view import Column, View, count_noun, limit_notes
 from rollmill.tasks.store.folders import PartitionValue, RunFolder
 from rollmill.tasks.store.reader import list_scorers, list_steps
@@ -146,6 +146,27 @@ class RunFrames:
             found.setdefault(step, set()).add(group)
         return found
 
+    def find_trajectories(self, field: str, condition: str, longest_s: float) -> pl.Series:
+        """Return the ids of the trajectories that meet a condition in SQL; `field` names the condition in an error.
+
+        The condition has the columns of the view `trajectories`, may ask all views, and cannot read files. After `longest_s` seconds it
+        is ended.
+
+        Raises:
+            ConfigError: it is no condition on these columns, or exceeds a limit; the remedy is one line.
+        """
+        query = f"select trajectory_id from {TRAJECTORIES} where ({condition}\n)"
+        try:
+            check_condition(field, condition)
+            found = self._run(field, condition, query, reads_files=False, longest_s=longest_s)
+        except ConfigError as error:
+            # DuckDB adds the line of the query, with an arrow below it.
+            remedy = " ".join(error.remedy.partition("\n\nLINE ")[0].split())
+            raise ConfigError(field, condition, remedy) from error
+        if found.schema != {"trajectory_id": pl.String()}:
+            raise ConfigError(field, condition, "give one condition, such as reward > 0.5")
+        return found["trajectory_id"]
+
     def order_groups(self, field: str, keys: str) -> dict[tuple[str, int, int], int]:
         """Return the place of each group, by location of its run, step and group, in the order of keys in SQL, as after `order by`.
 
@@ -188,11 +209,22 @@ class RunFrames:
         """
         return self._run("QUERY", query, query, reads_files=reads_files)
 
-    def _run(self, field: str, given: str, query: str, *, reads_files: bool = True) -> pl.DataFrame:
+    def _run(
+        self,
+        field: str,
+        given: str,
+        query: str,
+        *,
+        reads_files: bool = True,
+        longest_s: float | None = None,
+    ) -> pl.DataFrame:
         """Run a query; an error names `field` and its value `given`."""
-        views = {name: partial(self.dataset, name) for name in sorted(SCHEMAS)}
+        views: dict[str, Callable[[], pl.LazyFrame]] = {
+            name: partial(self.dataset, name) for name in sorted(SCHEMAS)
+        }
         joined = {TRAJECTORIES: lambda: self.trajectories, COSTS: lambda: self.costs}
-        return run_query(field, given, query, {**joined, **views}, reads_files=reads_files)
+        every = {**joined, **views}
+        return run_query(field, given, query, every, reads_files=reads_files, longest_s=longest_s)
 
 
 def view_result(found: pl.DataFrame, limit: int) -> View:

@@ -2,7 +2,9 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import polars as pl
 
@@ -11,6 +13,15 @@ from rollmill.tasks.errors import ConfigError
 _CHANGING_FUNCTIONS = (
     "select distinct function_name from duckdb_functions() where stability <> 'CONSISTENT' order by all"
 )
+# A query that may not read files may not change that either, nor write what does not fit into memory to a disk.
+_CLOSED = {
+    "enable_external_access": "false",
+    "python_enable_replacements": "false",
+    "temp_directory": "",
+    "lock_configuration": "true",
+}
+MOST_MEMORY = "2GB"
+"""Memory of a query with a time limit, besides the rows that it reads."""
 _TEXTS_AND_COMMENTS = re.compile(r"'[^']*'|--[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
@@ -21,6 +32,7 @@ def run_query(
     views: Mapping[str, Callable[[], pl.LazyFrame]],
     *,
     reads_files: bool = False,
+    longest_s: float | None = None,
 ) -> pl.DataFrame:
     """Run a query over views, each of which is made only if the query has its name.
 
@@ -30,27 +42,68 @@ def run_query(
         query: of DuckDB.
         views: by name.
         reads_files: True if the query may read files.
+        longest_s: seconds after which the query is ended; its memory is limited too. None: no limits.
 
     Raises:
-        ConfigError: the query is wrong, or reads from a view that does not exist.
+        ConfigError: the query is wrong, reads from a view that does not exist, or exceeds a limit.
     """
     import duckdb  # it takes long to import, and only queries in SQL need it
 
+    config: dict[str, str | bool | int | float | list[str]] = {} if reads_files else {**_CLOSED}
+    if longest_s is not None:
+        config["memory_limit"] = MOST_MEMORY
+    known = f"there are the views {', '.join(views)}"
     try:
-        with duckdb.connect(config={"enable_external_access": str(reads_files)}) as connection:
+        with duckdb.connect(config=config) as connection:
             # Listing the files of a data set takes time: only those that the query may read are registered.
             for name in sorted(set(views) & set(re.findall(r"\w+", query.lower()))):
                 connection.register(name, views[name]())
-            result = connection.sql(query)
-            found: pl.DataFrame = pl.DataFrame() if result is None else result.pl()
+            with _interrupt_after(longest_s, connection.interrupt):
+                result = connection.sql(query)
+                found: pl.DataFrame = pl.DataFrame() if result is None else result.pl()
             return found
+    except duckdb.CatalogException as error:
+        raise ConfigError(field, given, f"{error}; {known}") from error
+    except duckdb.PermissionException as error:
+        raise ConfigError(field, given, f"{error}; this query reads no files, {known}") from error
+    except duckdb.InterruptException as error:
+        raise ConfigError(field, given, f"it takes longer than {longest_s:g} s; select fewer rows") from error
+    except duckdb.OutOfMemoryException as error:
+        raise ConfigError(
+            field, given, f"it needs more than {MOST_MEMORY} of memory; select fewer rows"
+        ) from error
     except duckdb.Error as error:
-        known = f"there are the views {', '.join(views)}"
-        remedy = f"{error}; {known}" if isinstance(error, duckdb.CatalogException) else str(error)
-        raise ConfigError(field, given, remedy) from error
+        raise ConfigError(field, given, str(error)) from error
     except pl.exceptions.PolarsError as error:
         remedy = f"{error} (if a shard is damaged, `rollmill verify` names it)"
         raise ConfigError(field, given, remedy) from error
+
+
+@contextmanager
+def _interrupt_after(longest_s: float | None, interrupt: Callable[[], None]) -> Iterator[None]:
+    """Call `interrupt` if the block lasts `longest_s` seconds; None: never."""
+    if longest_s is None:
+        yield
+        return
+    timer = threading.Timer(longest_s, interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def check_condition(field: str, given: str) -> None:
+    """Raise ConfigError if a condition in SQL is no single expression: it cannot be read, or is more than one statement."""
+    import duckdb
+
+    try:
+        statements = duckdb.extract_statements(f"select * from rows where ({given}\n)")
+    except duckdb.Error as error:
+        raise ConfigError(field, given, str(error)) from error
+    if len(statements) != 1:
+        raise ConfigError(field, given, "give one condition, without semicolons")
 
 
 def refuse_changing(field: str, given: str) -> None:

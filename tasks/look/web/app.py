@@ -341,7 +341,7 @@ def _read_requested_rows(
     if path == GROUPS:
         return source.groups(query.selection(), start, stop), columns
     selection = query.selection(evaluations=path == HELD_OUT)
-    return source.trajectories(selection, query["text"], start, stop), columns
+    return source.trajectories(selection, query["text"], start, stop, query["where"]), columns
 
 
 def _paint(app: Dash) -> None:

@@ -21,6 +21,7 @@ import xxhash
 
 from rollmill.tasks.errors import ConfigError, RollmillError
 from rollmill.tasks.look.tables.curves import Curves, read_curves
+from rollmill.tasks.look.tables.run_frames import RunFrames
 from rollmill.tasks.look.tables.run_tables import GROUP_COLUMNS, make_run_view, select_groups
 from rollmill.tasks.look.tables.scores import resolve_scorer
 from rollmill.tasks.look.tables.selection import Selection, select_partitions
@@ -174,7 +175,7 @@ class RowCache:
 
 MOST_FOUND = 1000
 LONGEST_S = 5.0
-"""Seconds after which a search stops and reports how far it got."""
+"""Seconds after which a search stops and reports how far it got, and a condition in SQL is ended."""
 
 
 def search_messages(
@@ -313,8 +314,13 @@ class RunData:
         rows = order_rows(rows, GROUP_COLUMNS, selection.sort, 0)
         return TablePage(rows.slice(start, stop - start).to_dicts(), len(rows))
 
-    def trajectories(self, selection: Selection, text: str, start: int, stop: int) -> TablePage:
-        """Return rows `start` to `stop` of the selected trajectories, newest step first unless the selection sorts them."""
+    def trajectories(
+        self, selection: Selection, text: str, start: int, stop: int, where: str = ""
+    ) -> TablePage:
+        """Return rows `start` to `stop` of the selected trajectories, newest step first unless the selection sorts them.
+
+        `text` is searched in conversations; `where` is a condition in SQL on the view `trajectories`, empty for none.
+        """
         scorer = None
         if selection.evaluations:
             rows = self.shelf.rows("evaluations", [*ROLLOUT_COLUMNS, "reward", "greedy"])
@@ -326,9 +332,11 @@ class RunData:
             rows = self._read_sampled(selection, scorer)
         of, note = (selection, scorer), ""
         rows = self.derive(("selected", of), [rows], lambda: self._select(rows, selection))
+        if where and not selection.evaluations:
+            rows = self._filter(rows, of, scorer, where)
         if text:
             rows, note = self.derive(
-                ("found", of, text),
+                ("found", of, where, text),
                 [rows],
                 lambda: search_messages(self.folder, rows, text, selection.evaluations),
             )
@@ -342,6 +350,19 @@ class RunData:
             for row in page:
                 row.pop("messages")
         return TablePage(page, len(rows), note)
+
+    def _filter(self, rows: pl.DataFrame, of: object, scorer: str | None, where: str) -> pl.DataFrame:
+        """Return the rows that meet a condition in SQL; raises ConfigError for what is none."""
+        frames = RunFrames([self.folder], scorer or "")
+        ids = self.derive(
+            ("where", scorer, where),
+            self.parts(),
+            lambda: frames.find_trajectories("where", where, LONGEST_S),
+        )
+        made: pl.DataFrame = self.derive(
+            ("met", of, where), [rows, ids], lambda: rows.filter(pl.col("trajectory_id").is_in(ids.implode()))
+        )
+        return made
 
     def _steps(self, dataset: str, selection: Selection) -> list[int] | None:
         """Return the selected steps of a data set (policy versions for evaluations); None: all are selected."""

@@ -8,7 +8,7 @@ from rollmill.tasks.look.tables.selection import Interval, Selection, parse_name
 
 HOME, RUNS, GROUPS, TRAJECTORIES, HELD_OUT = "/", "/runs", "/groups", "/trajectories", "/held-out"
 TRAJECTORY, COMPARE, PAIR, TIMING = "/trajectory/", "/compare", "/pair/", "/time"
-FILTERS = ("step", "group", "status", "env", "reward", "scorer", "text", "sort")
+FILTERS = ("step", "group", "status", "env", "reward", "scorer", "text", "where", "sort")
 """Parameters of a query, in the order they are written; named like the options of `rollmill inspect`."""
 
 

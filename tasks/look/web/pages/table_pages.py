@@ -41,7 +41,7 @@ TABLES = {
         "trajectories",
         TRAJECTORY_COLUMNS,
         OF_TRAJECTORY,
-        ("step", "group", "status", "env", "reward", "text", "scorer"),
+        ("step", "group", "status", "env", "reward", "text", "scorer", "where"),
     ),
     HELD_OUT: Table(
         "held-out trajectories",
@@ -59,6 +59,7 @@ PLACEHOLDERS = {
     "group": "784",
     "reward": "0.5:, or :0.2",
     "text": "what is said",
+    "where": "in SQL: reward > 0.5 and n_completion_tokens < 40",
 }
 
 
