@@ -245,6 +245,18 @@ SYNC = (
             *(Figure(f"capped_seconds/{n}", "s") for n in (1, 2, 4)),
         ),
     ),
+    Benchmark(
+        "delta",
+        quick=(),
+        figures=(
+            Figure("bytes_share", "x", 0.03),
+            Figure("bytes_share_1e_5", "x"),
+            Figure("speedup_held_link", "x", 5.0, more_is_better=True),
+            Figure("speedup_held_link_1e_5", "x", more_is_better=True),
+            Figure("cpu_ratio", "x", is_steady=False),
+            Figure("update_1_5b_mb", "MB", 60.0),
+        ),
+    ),
 )
 
 WHOLE = (

@@ -17,6 +17,7 @@ from rollmill.tasks.processes.machine import machine_id
 from rollmill.tasks.sync.links.link import join_store, local_address
 from rollmill.tasks.sync.weight_messages import ServerLocation, WeightUpdateRequest, WeightUpdateResponse
 from rollmill.tasks.sync.weight_receiver import WeightInbox
+from rollmill.tasks.train.checkpoints.tensor_digests import hash_tensor
 
 TIMEOUT_S = 120.0
 
@@ -39,10 +40,10 @@ class Receiver:
     def take(self, given: str) -> dict[str, Any]:
         """A request of the product's."""
         order, started = msgspec.json.decode(given, type=WeightUpdateRequest), time.perf_counter()
-        self._inbox.receive(order)
-        return asdict(
-            WeightUpdateResponse(order.decode_plan().total_bytes, time.perf_counter() - started, 0.0)
-        )
+        tensors, n_bytes = self._inbox.receive(order)
+        seconds, found = time.perf_counter() - started, dict(tensors)
+        digests = {name: hash_tensor(found[name]) for name in order.checksums}
+        return asdict(WeightUpdateResponse(n_bytes, seconds, 0.0, digests))
 
     def join(self, given: dict[str, Any]) -> None:
         """Open pairs with the ranks, as others' process group."""
