@@ -1,4 +1,4 @@
-"""What do the changes of a step take to send? Bytes, seconds and CPU, beside the whole weights and a packed send.
+"""What do the changes of a step take to send? Bytes, seconds and CPU, compared with the whole weights and a packed send.
 
 A model of 58M parameters is trained for some steps at learning rates of 1e-6 and 1e-5 (benchmarks.changes.trajectory); its weights
 after each step are sent from one rank to one receiver by the product's sender, links and inbox: whole, and as changes. The
