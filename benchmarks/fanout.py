@@ -98,12 +98,10 @@ class Fanout:
         recorder, label, summaries = self._recorder, str(group), dict[str, str]()
         await self.recording.hold_back()
         async with recorder.watch_group(0, group, summaries):
-            await recorder.count_task_run()
-            rolled = await recorder.rollout(EmptyChunk(), 0, label)
-            summaries["rollout"] = (await rolled.aresult()).summary
-            await recorder.count_task_run()
-            scored = await recorder.score(EmptyChunk(), 0, label, wait_for=[rolled])
-            summaries["score"] = (await scored.aresult()).summary
+            async with recorder.rollout(EmptyChunk(), 0, label) as rolled:
+                summaries["rollout"] = rolled.done(await rolled.work()).summary
+            async with recorder.score(EmptyChunk(), 0, label, after=[rolled]) as scored:
+                summaries["score"] = scored.done(await scored.work()).summary
 
 
 @task(name="step", task_run_name="step {step}", cache_policy=NO_CACHE, persist_result=False)

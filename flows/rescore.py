@@ -21,7 +21,7 @@ from rollmill.flows.run.folder import RunName, run_folder
 from rollmill.tasks.errors import FailedScoresError
 from rollmill.tasks.rollout.trajectory_requests import split_chunks
 from rollmill.tasks.score.scoring import Scoring
-from rollmill.tasks.score.task import ScoreChunk, ScoredChunk
+from rollmill.tasks.score.task import ScoreChunk
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.rows import Rows, column_values
 from rollmill.tasks.store.run.run_search import check_run
@@ -126,9 +126,8 @@ class Rescoring:
             chunk = ScoreChunk(self._scoring, groups, step.step, store)
             first, last = (groups[place].column("group")[0].as_py() for place in (0, -1))
             label = str(first) if first == last else f"{first}-{last}"
-            await self._recorder.count_task_run()
-            state = await self._recorder.score(chunk, step.step, label)
-            scored: ScoredChunk = await state.aresult()
+            async with self._recorder.score(chunk, step.step, label) as scoring:
+                scored = scoring.done(await scoring.work())
             await asyncio.gather(*scored.acknowledgements)
             self._check()
         finally:

@@ -1,6 +1,6 @@
 """Every benchmark of the product, its figures and their targets."""
 
-from benchmarks.suite.figures import Benchmark, Comparison, Figure
+from benchmarks.suite.figures import Benchmark, Comparison, Figure, KnownMiss
 
 FUSED = Comparison("openpipe-art 0.5.18", "ratio_art_fused", in_quick=False)
 BOUND = Comparison("lower bound")
@@ -45,7 +45,12 @@ ROLLOUTS = (
         figures=(
             Figure("recorded_share", "x", 1.0, more_is_better=True, is_exact=True),
             Figure("expected", "task runs"),
-            Figure("flow_cpu_ms_per_task", "ms", 4.0),
+            Figure(
+                "flow_cpu_ms_per_task",
+                "ms",
+                4.0,
+                known_miss=KnownMiss(8.0, "95 % of it is Prefect's engine and its events, by a profile"),
+            ),
             Figure("server_cpu_ms_per_task", "ms"),
             Figure("lag_p50_ms", "ms"),
             Figure("lag_p99_ms", "ms", 60.0),
@@ -98,7 +103,13 @@ STORING = (
     Benchmark(
         "handoff",
         figures=(
-            Figure("cpu_s", "s", 0.6, peer=Comparison("msgpack", "ways/msgpack/cpu_s")),
+            Figure(
+                "cpu_s",
+                "s",
+                0.6,
+                peer=Comparison("msgpack", "ways/msgpack/cpu_s"),
+                known_miss=KnownMiss(4.0, "writing 1.2 GB to the page cache alone takes 0.8 s"),
+            ),
             Figure("decode_cpu_s", "s"),
             Figure("wall_s", "s", peer=Comparison("msgpack", "ways/msgpack/wall_s")),
             Figure(
@@ -174,8 +185,8 @@ TRAINING = (
     Benchmark(
         "normalization",
         figures=(
-            Figure("max_relative_difference", "x", 1e-5, is_steady=False),
-            Figure("split_difference", "x", 1e-6, is_steady=False),
+            Figure("max_relative_difference", "x", 1e-5, is_exact=True),
+            Figure("split_difference", "x", 1e-6, is_exact=True),
         ),
     ),
     Benchmark(
@@ -296,6 +307,9 @@ WHOLE = (
                 1.5,
                 peer=Comparison("one after another", "one_by_one_64"),
                 limit=Comparison("one call"),
+                known_miss=KnownMiss(
+                    2.2, "64 orders of 0.1 ms each in the flow, and 6 ms of the stub process"
+                ),
             ),
         ),
     ),

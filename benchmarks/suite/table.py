@@ -89,11 +89,16 @@ def missed(benchmarks: Sequence[Benchmark], results: Results) -> str:
     """Return the list of missed targets."""
     found = targets(benchmarks, results)
     lines = [
-        f"- `{script}`: `{figure.key}` {show(value)}{unit(figure)}, wanted {figure.target:g}{unit(figure)}"
+        f"- `{script}`: `{figure.key}` {show(value)}{unit(figure)}, wanted {figure.target:g}{unit(figure)}{_explain(figure)}"
         for script, figure, value in found
         if value is not None and verdict(figure, value) == MISSED
     ]
     return "\n".join([f"{len(lines)} of {len(found)} targets of our own are missed:", "", *lines]) + "\n"
+
+
+def _explain(figure: Figure) -> str:
+    known = figure.known_miss
+    return f"; {known.reason}, bound {known.bound:g}{unit(figure)}" if known else ""
 
 
 def targets(benchmarks: Sequence[Benchmark], results: Results) -> list[tuple[str, Figure, float | None]]:

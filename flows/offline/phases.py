@@ -126,10 +126,10 @@ class StepPhases:
         step, recorder, label = self._sampled.step, self._run.task_runs, str(group.group)
         await self._run.recording.hold_back()
         async with recorder.watch_group(step, group.group, {}):
-            await recorder.count_task_run()
-            rolled = await recorder.rollout(_EmptyChunk(), step, label)
-            await recorder.count_task_run()
-            await recorder.score(_EmptyChunk(), step, label, wait_for=[rolled])
+            async with recorder.rollout(_EmptyChunk(), step, label) as rolled:
+                rolled.done(await rolled.work())
+            async with recorder.score(_EmptyChunk(), step, label, after=[rolled]) as scored:
+                scored.done(await scored.work())
 
     async def _compute_advantages(self, group: GroupPlan) -> None:
         scores = self._scores[group.group]

@@ -1,7 +1,6 @@
 """The artifacts of a run in Prefect's UI: its progress, a page of the run, a page of each step."""
 
 import asyncio
-import io
 import re
 import time
 from collections.abc import Callable
@@ -18,15 +17,13 @@ from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from rollmill.flows.failure import PREFECT_ERRORS
 from rollmill.flows.prefect_integration.background_requests import BackgroundRequests
 from rollmill.flows.prefect_integration.flow_run import current_flow_run
+from rollmill.flows.prefect_integration.page_process import PageProcess
 from rollmill.flows.prefect_integration.progress import say
-from rollmill.flows.prefect_integration.run_pages import StepPage, run_page, scores_page, table_page
-from rollmill.tasks.look.tables.curves import read_curves
+from rollmill.flows.prefect_integration.run_pages import StepPage, draw_run_page, scores_page, table_page
 from rollmill.tasks.look.tables.view import View
 from rollmill.tasks.observe.config import ObserveConfig
 from rollmill.tasks.store.folders import RunFolder
 
-# Resolution of the curves; the picture has some 60 kB.
-PICTURE_DPI = 80
 PERCENT = 100.0
 # Largest share of the time spent on drawing the run's page, which takes longer with every step.
 MOST_OF_TIME = 0.02
@@ -67,6 +64,7 @@ class RunArtifacts:
     def __init__(self, config: ObserveConfig, folder: RunFolder, steps: int) -> None:
         self._config, self._folder, self._steps = config, folder, steps
         self._background = BackgroundRequests("the run's pages")
+        self._pages = PageProcess()
         self._ids: dict[str, UUID] = {}
         self._done, self._shown = 0, -1
         self._draw_next_at = -float("inf")
@@ -80,7 +78,8 @@ class RunArtifacts:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._background.close(self._show_progress, in_haste=error is not None)
+        async with self._pages:
+            await self._background.close(self._show_progress, in_haste=error is not None)
 
     def begin(self, step: int) -> None:
         """Show in Prefect's UI that the steps before `step` are done."""
@@ -124,7 +123,7 @@ class RunArtifacts:
 
     async def _show_run(self, client: PrefectClient) -> None:
         began = time.monotonic()
-        page = await asyncio.to_thread(self._run_page)
+        page = await self._pages.call(partial(draw_run_page, self._folder, self._config.viewer_url))
         # The page is drawn less often the longer it takes.
         seconds = time.monotonic() - began
         self._draw_next_at = max(self._draw_next_at, began + seconds / MOST_OF_TIME)
@@ -138,7 +137,7 @@ class RunArtifacts:
 
     async def _show_step(self, artifact: _StepArtifact, client: PrefectClient) -> None:
         page = artifact.page
-        artifact.before, artifact.after = await asyncio.to_thread(page.around_time)
+        artifact.before, artifact.after = await self._pages.call(page.around_time)
         made = ArtifactCreate(
             key=f"{_key(self._folder.name)}-step",
             type="markdown",
@@ -152,7 +151,7 @@ class RunArtifacts:
     async def _show_time(self, artifact: _StepArtifact, client: PrefectClient) -> None:
         if artifact.id is None:
             return
-        tables = await asyncio.to_thread(artifact.page.time)
+        tables = await self._pages.call(artifact.page.time)
         whole = "\n".join((artifact.before, tables, artifact.after))
         await client.update_artifact(artifact.id, ArtifactUpdate(data=whole))
 
@@ -169,15 +168,6 @@ class RunArtifacts:
             flow_run_id=self._run_id,
         )
         self._ids[kind] = (await client.create_artifact(made)).id
-
-    def _run_page(self) -> str:
-        from rollmill.tasks.look.terminal.plot import (
-            draw,
-        )  # a quarter of all that a flow imports, and its worker imports it again to cancel
-
-        picture = io.BytesIO()
-        draw(self._folder.name, read_curves(self._folder)).savefig(picture, dpi=PICTURE_DPI, format="png")
-        return run_page(self._folder, picture.getvalue(), self._config.viewer_url)
 
 
 async def show_scores(folder: RunFolder) -> None:

@@ -17,6 +17,7 @@ from starlette.websockets import WebSocketClose
 
 from rollmill.flows.prefect_integration.local_server import HOST
 from rollmill.tasks.processes.browser_requests import find_refusal
+from rollmill.tasks.processes.priority import lower_priority
 
 
 class BrowserGuard:
@@ -40,7 +41,11 @@ def _find_refusal(scope: Scope) -> str:
 
 
 def main() -> None:
-    """Run the server in the foreground, at the port that is the first command-line argument."""
+    """Run the server in the foreground, at the port that is the first command-line argument, at a low priority.
+
+    Recording a step's task runs takes as much CPU as the step's rollouts, and may wait for them.
+    """
+    lower_priority()
     settings = get_current_settings().server
     uvicorn.run(
         BrowserGuard(create_app(final=True)),

@@ -1,12 +1,14 @@
 """The Markdown pages in Prefect's UI: of a run, of a step, of a run's scores."""
 
 import base64
+import io
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rollmill.tasks.look.ledger.run_ledger import read_ledger
+from rollmill.tasks.look.tables.curves import read_curves
 from rollmill.tasks.look.tables.ledger_tables import PATH, make_ledger_views
 from rollmill.tasks.look.tables.notable_trajectories import NotableTrajectory, choose_notable
 from rollmill.tasks.look.tables.run_tables import format_with_interval, list_held_out, make_run_view
@@ -25,6 +27,8 @@ FIRST_MESSAGES, LAST_MESSAGES = 2, 4
 LAST_STEPS = 20
 # Steps over which the run's page averages where time went: reading the spans of all would be slow.
 TIMED_STEPS = 100
+# Resolution of the curves; the picture has some 60 kB.
+PICTURE_DPI = 80
 # Longest title or note of a table, in characters.
 MOST_LINE = 2000
 
@@ -89,6 +93,16 @@ class StepPage:
             yield ""
         yield from _code("\n".join(commands))
         yield from _polars(self.folder, f"step={step:06d}/*.arrow")
+
+
+def draw_run_page(folder: RunFolder, viewer: str) -> str:
+    """Draw a run's curves, and return the Markdown page of the run with them, as `run_page`."""
+    # Imported here: it is a quarter of all that a flow imports, and a flow draws no page itself.
+    from rollmill.tasks.look.terminal.plot import draw
+
+    picture = io.BytesIO()
+    draw(folder.name, read_curves(folder)).savefig(picture, dpi=PICTURE_DPI, format="png")
+    return run_page(folder, picture.getvalue(), viewer)
 
 
 def run_page(folder: RunFolder, picture: bytes, viewer: str = "") -> str:

@@ -5,7 +5,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any, TypeAlias
+from types import TracebackType
+from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
@@ -14,36 +15,125 @@ from prefect.events import emit_event
 from prefect.runtime import flow_run
 from prefect.states import Completed
 
+from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.prefect_integration.recording import Recording
 from rollmill.tasks.observe.config import ObserveConfig
 from rollmill.tasks.observe.loop_yield import yield_to_loop
-from rollmill.tasks.rollout.task import rollout
-from rollmill.tasks.score.task import score
+from rollmill.tasks.rollout.task import RolloutWork, SampledChunk, rollout
+from rollmill.tasks.score.task import ScoredChunk, ScoreWork, score
 
-RunTask: TypeAlias = Callable[..., Awaitable[State[Any]]]
-"""Runs a task with its arguments and `wait_for`, the states of the task runs that it follows. Returns the state in which the
-task ended; `await state.aresult()` gives the result, or raises what the task raised."""
+Result = TypeVar("Result")
+RecordedTask: TypeAlias = Task[..., Coroutine[Any, Any, State[Any]]]
 
 
-async def start_prefect_thread() -> None:
-    """Start Prefect's thread for resolving `wait_for` now, from an executor's thread.
+class RecordedWork(Generic[Result]):
+    """Work of a step, and the Prefect task run that shows it, which begins and ends a moment later; an async context manager.
 
-    Otherwise the first resolved state would start it, which takes 0.1 s and blocks the event loop.
+    Prefect spends some 3 ms of CPU at the start of a task run and 2 ms at its end. Neither the work nor what follows it waits for that.
+
+    Example: async with recorder.rollout(chunk, 12, "384") as rolled: sampled = rolled.done(await rolled.work())
+
+    Args:
+        work: does the work.
+        recording: the task run; None: there is none.
+        ended: future that the task run waits for; None: it does the work itself.
+        is_joined: True if the end of the block waits for the end of the task run.
+
+    Attributes:
+        work: see Args.
     """
-    # An executor's thread has no flow's context, in which `result` would return a coroutine.
-    await asyncio.get_running_loop().run_in_executor(None, Completed(data=True).result)
+
+    def __init__(
+        self,
+        work: Callable[[], Awaitable[Result]],
+        recording: asyncio.Task[Any] | None = None,
+        ended: asyncio.Future[Result] | None = None,
+        *,
+        is_joined: bool = False,
+    ) -> None:
+        self.work, self._recording, self._ended, self._is_joined = work, recording, ended, is_joined
+        self._result: Result | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            if self._is_joined and self._recording is not None:
+                await self._recording
+            return
+        if self._ended is not None and not self._ended.done():
+            if isinstance(error, Exception):
+                self._ended.set_exception(error)
+            else:
+                self._ended.cancel()
+        await self.recorded()
+
+    def done(self, result: Result) -> Result:
+        """Take the result of the work, with which the task run ends; returns it."""
+        self._result = result
+        if self._ended is not None:
+            self._ended.set_result(result)
+        return result
+
+    async def recorded(self) -> None:
+        """Wait until the task run has ended, if there is one."""
+        if self._recording is not None:
+            await asyncio.wait([self._recording])
+
+    @property
+    def link(self) -> Result | None:
+        """The result of work that is done; a task run that has it in `wait_for` gets an edge from this one's."""
+        return self._result
+
+
+class BegunWork:
+    """Work of a task run that has begun: the task run waits for its end."""
+
+    # Not a dataclass: Prefect searches the fields of dataclasses among a task's parameters.
+    __slots__ = ("_ended",)
+
+    def __init__(self, ended: asyncio.Future[Any]) -> None:
+        self._ended = ended
+
+    async def sample(self) -> SampledChunk:
+        """Wait for the rollouts, and return them."""
+        sampled: SampledChunk = await self._ended
+        return sampled
+
+    async def score(self) -> ScoredChunk:
+        """Wait for the scores, and return them."""
+        scored: ScoredChunk = await self._ended
+        return scored
+
+
+MOST_GROUPS = 2000
+"""Groups of a step above which they are events: a server of Prefect records some 100 task runs a second."""
+
+
+def choose_task_runs(
+    config: ObserveConfig, groups_per_step: int, warn: Callable[[str], None] = say
+) -> ObserveConfig:
+    """Return settings with `observe.task_runs` `events` if a step has more than MOST_GROUPS groups, and warn of it."""
+    if config.task_runs == "events" or groups_per_step <= MOST_GROUPS:
+        return config
+    warn(
+        f"rollout.groups_per_step is {groups_per_step}, above {MOST_GROUPS}: Prefect gets an event for each group, and no task "
+        "runs (observe.task_runs events)"
+    )
+    return config.model_copy(update={"task_runs": "events"})
 
 
 class TaskRunRecorder:
-    """Runs the rollout and score tasks of a step's groups, as Prefect task runs if `observe.task_runs` is `all`.
+    """Shows the rollouts and scores of a step's groups in Prefect, each as a task run if `observe.task_runs` is `all`.
 
     Args:
         config: which task runs there are, and their tags.
         recording: counts the task runs.
 
     Attributes:
-        rollout: runs the rollout task; `count_task_run` comes before.
-        score: runs the score task; `count_task_run` comes before.
         records_steps: True if each step is a task run, in which those of its groups are.
     """
 
@@ -51,20 +141,63 @@ class TaskRunRecorder:
 
     def __init__(self, config: ObserveConfig, recording: Recording) -> None:
         self._kind, self._recording = config.task_runs, recording
-        self.rollout = self._choose(rollout, config.rollout_tags)
-        self.score = self._choose(score, config.score_tags)
+        self._rollout = rollout.with_options(tags=config.rollout_tags)
+        self._score = score.with_options(tags=config.score_tags)
 
-    def _choose(self, task: Task[..., Coroutine[Any, Any, State[Any]]], tags: Sequence[str]) -> RunTask:
-        """Return a function that calls a task as a Prefect task run, or its plain function unless each task is a task run."""
+    def rollout(
+        self, chunk: RolloutWork, step: int, label: str, recordings: asyncio.TaskGroup | None = None
+    ) -> RecordedWork[SampledChunk]:
+        """Return the rollouts of a chunk as work that is to be done.
+
+        Args:
+            chunk: the rollouts.
+            step: the step.
+            label: as of the task `rollout`.
+            recordings: waits for the end of the task run; None: the block of the work does.
+        """
+        return self._begin(self._rollout, chunk, chunk.sample, (step, label), (), recordings)
+
+    def score(
+        self,
+        chunk: ScoreWork,
+        step: int,
+        label: str,
+        recordings: asyncio.TaskGroup | None = None,
+        after: Sequence[RecordedWork[Any]] = (),
+    ) -> RecordedWork[ScoredChunk]:
+        """Return the scores of a chunk, as `rollout`; the task run follows those of `after`, which are done."""
+        return self._begin(self._score, chunk, chunk.score, (step, label), after, recordings)
+
+    def _begin(
+        self,
+        task: RecordedTask,
+        chunk: object,
+        work: Callable[[], Coroutine[Any, Any, Result]],
+        name: tuple[int, str],
+        after: Sequence[RecordedWork[Any]],
+        recordings: asyncio.TaskGroup | None,
+    ) -> RecordedWork[Result]:
         if self._kind != "all":
-            return partial(_call_function, task)
-        # A tag costs a request to the server at the start of each task run, which is why there are none by default.
-        return partial(task.with_options(tags=tags), return_state=True)
+            return RecordedWork(work)
+        is_joined, record = recordings is None, (recordings or asyncio).create_task
+        if task.tags:
+            # A concurrency limit of a tag must hold the work back, so the task run does it.
+            recording = record(self._run(task, chunk, name, after))
+            return RecordedWork(partial(_wait_for_result, recording), recording, is_joined=is_joined)
+        ended: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        recording = record(self._run(task, BegunWork(ended), name, after))
+        return RecordedWork(work, recording, ended, is_joined=is_joined)
 
-    async def count_task_run(self) -> None:
-        """Count a task run that `rollout` or `score` is about to start, if these are task runs."""
-        if self._kind == "all":
-            await self._count()
+    async def _run(
+        self, task: RecordedTask, chunk: object, name: tuple[int, str], after: Sequence[RecordedWork[Any]]
+    ) -> State[Any]:
+        for each in after:
+            await each.recorded()
+        await self._count()
+        # Their results and not their states, which Prefect would resolve in another thread.
+        earlier = [each.link for each in after]
+        state: State[Any] = await task(chunk, *name, wait_for=earlier, return_state=True)
+        return state
 
     async def _count(self) -> None:
         # Prefect's work at the start of a task run blocks the event loop: others run in between.
@@ -92,9 +225,8 @@ class TaskRunRecorder:
                     yield
 
 
-async def _call_function(task: Task[..., Any], *arguments: object, wait_for: object = ()) -> State[Any]:
-    state: State[Any] = await task.fn(*arguments)
-    return state
+async def _wait_for_result(recording: asyncio.Task[State[Any]]) -> Any:
+    return await (await recording).aresult()
 
 
 @task(

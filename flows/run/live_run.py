@@ -16,7 +16,7 @@ from rollmill.flows.prefect_integration.artifacts import RunArtifacts
 from rollmill.flows.prefect_integration.leftovers import mark_leftovers
 from rollmill.flows.prefect_integration.progress import RunProgress, quiet_task_runs, say
 from rollmill.flows.prefect_integration.recording import Recording
-from rollmill.flows.prefect_integration.task_runs import TaskRunRecorder, start_prefect_thread
+from rollmill.flows.prefect_integration.task_runs import TaskRunRecorder, choose_task_runs
 from rollmill.flows.rules import describe_altered
 from rollmill.flows.run.folder import run_folder
 from rollmill.flows.run.lineage_events import send_lineage_events
@@ -276,7 +276,6 @@ async def open_run(
         AsyncExitStack() as stack,
     ):
         opening = OpenSpan("opening").begin(current_lane())
-        await start_prefect_thread()
         store = opened.store
         # In a thread: its import and files take a second, which would block the event loop.
         rollout = config.rollout
@@ -294,7 +293,9 @@ async def open_run(
             environments=environments,
             admission=Admission(rollout.max_in_flight),
             pool=pool,
-            task_runs=TaskRunRecorder(config.observe, opened.recording),
+            task_runs=TaskRunRecorder(
+                choose_task_runs(config.observe, rollout.groups_per_step), opened.recording
+            ),
             redo_failed=redo_failed,
             recomputing=(LogprobRecomputation() if config.train.old_logprobs == "trainer" else None),
         )

@@ -11,22 +11,21 @@ import time
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
-from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
 from prefect.runtime import task_run
 
 from rollmill.flows.config import RunConfig
 from rollmill.flows.failure import one_error
 from rollmill.flows.prefect_integration.progress import say
+from rollmill.flows.prefect_integration.task_runs import RecordedWork
 from rollmill.flows.run.live_run import Run
 from rollmill.flows.step.lost_trajectories import FailureWatch
 from rollmill.flows.step.step_groups import Refills, plan_groups, plan_ranges, store_group_outcomes
 from rollmill.tasks.errors import LongPromptError
-from rollmill.tasks.observe.spans import span, within
+from rollmill.tasks.observe.spans import OpenSpan, current_lane, span, within
 from rollmill.tasks.rollout.admission import ROLLOUT, SlotTicket
 from rollmill.tasks.rollout.task import RolloutChunk, RolloutWork, SampledChunk, StepSampler, StoredChunk
 from rollmill.tasks.rollout.trajectory import TrajectoryRequest
@@ -38,7 +37,7 @@ from rollmill.tasks.rollout.trajectory_requests import (
 )
 from rollmill.tasks.score.group_outcomes import GroupOutcome
 from rollmill.tasks.score.scoring import select_scorable
-from rollmill.tasks.score.task import ScoreChunk, ScoredChunk
+from rollmill.tasks.score.task import ScoreChunk
 from rollmill.tasks.store.rows import Rows, column_values, concat_rows, sort_rows
 from rollmill.tasks.store.run.group_ranges import group_numbers
 from rollmill.tasks.store.run.step_plan import GroupPlan, plan_new_group
@@ -99,14 +98,18 @@ async def collect_step(run: Run, step: int) -> CollectedStep:
         for rows in (group.rollouts, group.scores):
             failures.see(rows, is_new=False)
     refills = Refills(run, step, ranges, is_closed=plan.has_batch)
+    recording = OpenSpan("recording")
     with one_error():
-        async with asyncio.TaskGroup() as fan_out:
-            collection = StepCollection(run, step, failures, refills, fan_out)
-            by_number = {each.group: each for each in plan.groups}
-            for number in await run.problems.order(step, list(by_number), refills.drawn):
-                fan_out.create_task(GroupCollection(collection, by_number[number]).collect())
-                # Starting hundreds of groups at once would hold the event loop, and with it running requests.
-                await asyncio.sleep(0)
+        async with asyncio.TaskGroup() as recordings:
+            async with asyncio.TaskGroup() as fan_out:
+                collection = StepCollection(run, step, failures, refills, fan_out, recordings)
+                by_number = {each.group: each for each in plan.groups}
+                for number in await run.problems.order(step, list(by_number), refills.drawn):
+                    fan_out.create_task(GroupCollection(collection, by_number[number]).collect())
+                    # Starting hundreds of groups at once would hold the event loop, and with it running requests.
+                    await asyncio.sleep(0)
+            recording.begin(current_lane())
+    recording.end()
     # In one order, whichever group ended first: the batch must not depend on timing.
     outcomes = sorted(collection.outcomes, key=lambda outcome: (outcome.group, outcome.subgroup))
     if lacking := refills.lacking(outcomes):
@@ -130,6 +133,7 @@ class StepCollection:
         failures: counts the step's failed trajectories.
         refills: plans further groups; None: there are none.
         fan_out: runs the groups; None: there are no further ones.
+        recordings: waits for the groups' task runs in Prefect; None: each group waits for its own.
 
     Attributes:
         outcomes: of the groups that are done, in the order in which they ended.
@@ -144,8 +148,9 @@ class StepCollection:
         failures: FailureWatch,
         refills: Refills | None = None,
         fan_out: asyncio.TaskGroup | None = None,
+        recordings: asyncio.TaskGroup | None = None,
     ) -> None:
-        self.run, self.step, self.failures = run, step, failures
+        self.run, self.step, self.failures, self.recordings = run, step, failures, recordings
         self._refills, self._fan_out = refills, fan_out
         self.outcomes: list[GroupOutcome] = []
         self.begun_ns = 0
@@ -225,8 +230,8 @@ class GroupCollection:
         self._collection, self._plan = collection, plan
         self._environment = collection.run.environment_of(plan.group)
         self._rollouts, self._scores = [plan.rollouts], [plan.scores]
-        # States of the rollout tasks that ended, which a group's score follows in Prefect's graph.
-        self._rolled: list[State[Any]] = []
+        # The rollouts that are done, which a group's score follows in Prefect's graph.
+        self._rolled: list[RecordedWork[SampledChunk]] = []
         self._acknowledgements: list[Awaitable[None]] = []
         # How each task of the group ended, by "rollout 384" or "score 384".
         self._summaries: dict[str, str] = {}
@@ -288,10 +293,8 @@ class GroupCollection:
                 # A chunk whose group ends before it has a slot is sampled all the same: its rows are stored as cancelled.
                 with suppress(TimeoutError):
                     await chunk.tickets[0].wait(chunk.deadline.at)
-            with span("recording"):
-                await recorder.count_task_run()
-                rolled = await recorder.rollout(chunk, self._step, label)
-            sampled: SampledChunk = await rolled.aresult()
+            async with recorder.rollout(chunk, self._step, label, self._collection.recordings) as rolled:
+                sampled = rolled.done(await rolled.work())
             self._rolled.append(rolled)
             self._summaries[f"rollout {label}"] = sampled.summary
             rollouts = select_scorable(sampled.rows)
@@ -304,12 +307,7 @@ class GroupCollection:
                     if run.recomputing is not None:
                         concurrent.create_task(self._recompute_once_stored(sampled))
                 if rollouts.num_rows and not self._environment.scoring.by_group:
-                    with span("recording"):
-                        await recorder.count_task_run()
-                        scored = await recorder.score(
-                            self._score_chunk(rollouts), self._step, label, wait_for=[rolled]
-                        )
-                    self._keep_scores(label, await scored.aresult())
+                    await self._score(rollouts, label, after=[rolled])
 
     async def _score_group(self) -> None:
         """Score the group's survivors in one call, in the order of their sample numbers.
@@ -321,18 +319,15 @@ class GroupCollection:
         if concat_rows(*self._scores).num_rows or not survivors.num_rows:
             return
         if is_scorable_group(self._run.config, survivors):
-            label, recorder = str(self._group), self._run.task_runs
-            with span("recording"):
-                await recorder.count_task_run()
-                scored = await recorder.score(
-                    self._score_chunk(survivors), self._step, label, wait_for=self._rolled
-                )
-            self._keep_scores(label, await scored.aresult())
+            await self._score(survivors, str(self._group), after=self._rolled)
 
-    def _score_chunk(self, rollouts: Rows) -> ScoreChunk:
-        return ScoreChunk(self._environment.scoring, [rollouts], self._step, self._collection.store_scores)
-
-    def _keep_scores(self, label: str, scored: ScoredChunk) -> None:
+    async def _score(self, rollouts: Rows, label: str, after: Sequence[RecordedWork[SampledChunk]]) -> None:
+        """Score rollouts in one score task, which follows the rollout tasks `after`."""
+        collection = self._collection
+        chunk = ScoreChunk(self._environment.scoring, [rollouts], self._step, collection.store_scores)
+        recorder = self._run.task_runs
+        async with recorder.score(chunk, self._step, label, collection.recordings, after) as scoring:
+            scored = scoring.done(await scoring.work())
         self._summaries[f"score {label}"] = scored.summary
         self._scores.append(scored.rows)
         self._acknowledgements += scored.acknowledgements

@@ -9,7 +9,7 @@ class ObserveConfig(StageConfig):
     task_runs: Literal["all", "groups", "events"] = setting(
         "all",
         "What Prefect records of a step's groups: all: a task run for each rollout and each score; groups: one for each group; "
-        "events: no task run, but an event for each group.",
+        "events: no task run, but an event for each group, as for steps of more than 2,000 groups.",
     )
     rollout_tags: tuple[str, ...] = setting(
         (),

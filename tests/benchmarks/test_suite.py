@@ -10,7 +10,7 @@ import pytest
 from benchmarks import model
 from benchmarks.run import Suite, run_all
 from benchmarks.suite.declared import BENCHMARKS
-from benchmarks.suite.figures import Benchmark, Comparison, Figure, Mode
+from benchmarks.suite.figures import Benchmark, Comparison, Figure, KnownMiss, Mode
 from benchmarks.suite.process import ROOT, ScriptError, run_script
 from benchmarks.suite.regression import (
     BASELINE,
@@ -119,9 +119,20 @@ def test_a_figure_that_is_gone_or_no_number_is_missing() -> None:
 
 def test_a_figure_without_noise_misses_its_target_by_any_difference() -> None:
     exact = Benchmark("made_up", (Figure("share", "x", 1.0, more_is_better=True, is_exact=True),))
-    assert exact.missed({"share": 1.0}) == []
-    assert exact.missed({"share": 0.999}) == ["share is 0.999, target 1"]
+    assert exact.missed({"share": 1.0}, "quick") == []
+    assert exact.missed({"share": 0.999}, "quick") == ["share is 0.999, target 1"]
     assert names(exact, "full") == []
+
+
+def test_a_full_run_fails_for_a_missed_target_and_a_known_miss_for_its_own_bound() -> None:
+    known = KnownMiss(2.0, "the kernel takes 1 s")
+    made_up = Benchmark("made_up", (Figure("cpu_s", "s", 1.0), Figure("wall_s", "s", 1.0, known_miss=known)))
+    assert made_up.missed({"cpu_s": 1.1, "wall_s": 2.1}, "quick") == []
+    assert made_up.missed({"cpu_s": 0.9, "wall_s": 1.9}, "full") == []
+    assert made_up.missed({"cpu_s": 1.1, "wall_s": 2.1}, "full") == [
+        "cpu_s is 1.1, target 1",
+        "wall_s is 2.1, bound 2 (target 1)",
+    ]
 
 
 def test_the_stored_baseline_is_of_declared_ratios() -> None:
@@ -244,6 +255,15 @@ def test_a_missed_target_is_listed_with_its_value_and_the_wanted_one(tmp_path: P
         "",
         "- `made_up`: `ratio` 1.20, wanted 1.1",
         "- `made_up`: `cpu_ms` 41.5 ms, wanted 40 ms",
+    ]
+
+
+def test_a_known_miss_is_listed_with_its_reason_and_bound(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.json")
+    results.keep(result("2026-01-01 10:00", "full", wall_s=1.5))
+    known = Figure("wall_s", "s", 1.0, known_miss=KnownMiss(2.0, "the kernel takes 1 s"))
+    assert missed([Benchmark("made_up", (known,))], results).splitlines()[2:] == [
+        "- `made_up`: `wall_s` 1.50 s, wanted 1 s; the kernel takes 1 s, bound 2 s"
     ]
 
 

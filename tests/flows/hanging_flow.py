@@ -42,9 +42,8 @@ class Chunk:
 @task(name="step", persist_result=False)
 async def step(recorder: TaskRunRecorder, folder: str, hang: bool) -> None:
     async def sample(group: int) -> None:
-        await recorder.count_task_run()
-        rolled = await recorder.rollout(Chunk(Path(folder), hang), 0, str(group))
-        await rolled.aresult()
+        async with recorder.rollout(Chunk(Path(folder), hang), 0, str(group)) as rolled:
+            rolled.done(await rolled.work())
 
     async with asyncio.TaskGroup() as fan_out:
         for group in range(N_ROLLOUTS):

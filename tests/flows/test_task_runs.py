@@ -1,8 +1,6 @@
 """What Prefect records of a step's groups, by `observe.task_runs`."""
 
 import asyncio
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -11,12 +9,11 @@ from uuid import uuid4
 import patient
 import pytest
 from prefect import flow
-from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from rollmill.flows.prefect_integration.recording import Recording
-from rollmill.flows.prefect_integration.task_runs import TaskRunRecorder
+from rollmill.flows.prefect_integration.task_runs import MOST_GROUPS, TaskRunRecorder, choose_task_runs
 from rollmill.tasks.observe.config import ObserveConfig
 from rollmill.tasks.rollout.task import SampledChunk
 from rollmill.tasks.score.task import ScoredChunk
@@ -68,12 +65,10 @@ class Group:
         chunks = [Chunk(), Chunk(self.error)] if self.number == 2 else [Chunk()]
         for number, chunk in enumerate(chunks):
             label = f"{self.number}.{number}" if len(chunks) > 1 else str(self.number)
-            await self.recorder.count_task_run()
-            rolled: State[Any] = await self.recorder.rollout(chunk, 7, label)
-            self.summaries[f"rollout {label}"] = (await rolled.aresult()).summary
-        await self.recorder.count_task_run()
-        scored = await self.recorder.score(chunk, 7, str(self.number), wait_for=[rolled])
-        self.summaries[f"score {self.number}"] = (await scored.aresult()).summary
+            async with self.recorder.rollout(chunk, 7, label) as rolled:
+                self.summaries[f"rollout {label}"] = rolled.done(await rolled.work()).summary
+        async with self.recorder.score(chunk, 7, str(self.number), after=[rolled]) as scored:
+            self.summaries[f"score {self.number}"] = scored.done(await scored.work()).summary
 
 
 @flow(persist_result=False)
@@ -175,6 +170,43 @@ def test_a_concurrency_limit_of_their_tag_limits_rollouts(prefect_api: str) -> N
     assert tagged == {("rollout", tags[0]), ("score", tags[1])}
 
 
+def test_a_rollout_begins_before_its_task_run_and_a_score_does_not_wait_for_its_end(prefect_api: str) -> None:
+    class Started(Chunk):
+        async def sample(self) -> SampledChunk:
+            started.append(recording.n_started)
+            return await super().sample()
+
+        async def score(self) -> ScoredChunk:
+            started.append(recording.n_started)
+            return await super().score()
+
+    @flow(persist_result=False)
+    async def collect() -> None:
+        recorder = TaskRunRecorder(ObserveConfig(), recording)
+        async with asyncio.TaskGroup() as recordings:
+            async with recorder.rollout(Started(), 7, "0", recordings) as rolled:
+                rolled.done(await rolled.work())
+            async with recorder.score(Started(), 7, "0", recordings, after=[rolled]) as scored:
+                scored.done(await scored.work())
+
+    started: list[int] = []
+    recording = Recording()
+    with temporary_settings({PREFECT_API_URL: prefect_api}):
+        asyncio.run(collect())
+    assert started == [0, 1]  # no task run yet; then that of the rollout alone
+    assert recording.n_started == 2
+
+
+def test_a_step_of_very_many_groups_has_events_and_says_so() -> None:
+    said: list[str] = []
+    few, many = (choose_task_runs(ObserveConfig(), n, said.append) for n in (MOST_GROUPS, MOST_GROUPS + 1))
+    assert (few.task_runs, many.task_runs) == ("all", "events")
+    (line,) = said
+    assert line.startswith(
+        "rollout.groups_per_step is 2001, above 2000: Prefect gets an event for each group"
+    )
+
+
 def test_every_group_is_one_task_run(prefect_api: str) -> None:
     flow_run_id, errors, n_started = run(prefect_api, "groups", error=True)
     assert errors[:2] == [None, None]
@@ -201,29 +233,3 @@ def test_every_group_is_an_event_that_reports_its_tasks_and_no_task_run(prefect_
     assert payloads[2]["tasks"] == {"rollout 2.0": "2 complete"}
     assert {each["step"] for each in payloads.values()} == {7}
     assert (states(prefect_api, flow_run_id), n_started) == ({}, 0)
-
-
-THREADS = """
-import asyncio, threading
-from prefect.states import Completed
-from rollmill.flows.prefect_integration.task_runs import start_prefect_thread
-
-async def main():
-    if {is_started}:
-        await start_prefect_thread()
-    before = set(threading.enumerate())
-    Completed(data=1).result(_sync=True)
-    print(len(set(threading.enumerate()) - before))
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("is_started", "n_new_threads"), [(True, 0), (False, 1)])
-def test_a_state_that_is_resolved_on_the_loop_starts_no_thread_there(
-    is_started: bool, n_new_threads: int
-) -> None:
-    program = THREADS.replace("{is_started}", str(is_started))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert int(done.stdout) == n_new_threads

@@ -2,20 +2,19 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from prefect.client.schemas.objects import State
 
 from rollmill.flows.environments import environment_configs
 from rollmill.flows.prefect_integration.artifacts import RunArtifacts
 from rollmill.flows.prefect_integration.progress import RunProgress
 from rollmill.flows.prefect_integration.recording import Recording
-from rollmill.flows.prefect_integration.task_runs import TaskRunRecorder
+from rollmill.flows.prefect_integration.task_runs import RecordedWork, Result, TaskRunRecorder
 from rollmill.flows.run.live_run import Run
 from rollmill.flows.run.run_environment import RunEnvironment
 from rollmill.flows.settings import SETTINGS_BY_STEP
@@ -27,9 +26,9 @@ from rollmill.tasks.rollout.environment import Environment
 from rollmill.tasks.rollout.environments.addition import Addition
 from rollmill.tasks.rollout.episode import EpisodePlayer, SampledTokens
 from rollmill.tasks.rollout.prompt_limit import PromptLimit
-from rollmill.tasks.rollout.task import rollout
+from rollmill.tasks.rollout.task import RolloutWork, SampledChunk
 from rollmill.tasks.rollout.trajectory import TrajectoryRequest
-from rollmill.tasks.score.task import score
+from rollmill.tasks.score.task import ScoredChunk, ScoreWork
 from rollmill.tasks.serve.server_pool import ServerPool
 from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.filesystem import open_files
@@ -126,19 +125,30 @@ class Diary(TaskRunRecorder):
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.rollout, self.score = self.written("rollout", rollout), self.written("score", score)
 
-    def written(self, name: str, task: Any) -> Any:
-        async def run(chunk: Any, step: int, label: str, wait_for: Sequence[State[Any]] = ()) -> State[Any]:
-            self.lines.append(f"{name} {label}")
-            state: State[Any] = await task.fn(chunk, step, label)
-            self.lines.append(f"{name} {label} done")
-            return state
+    def rollout(
+        self, chunk: RolloutWork, step: int, label: str, recordings: asyncio.TaskGroup | None = None
+    ) -> RecordedWork[SampledChunk]:
+        return self._write_down(f"rollout {label}", chunk.sample)
 
-        return run
+    def score(
+        self,
+        chunk: ScoreWork,
+        step: int,
+        label: str,
+        recordings: asyncio.TaskGroup | None = None,
+        after: Sequence[RecordedWork[Any]] = (),
+    ) -> RecordedWork[ScoredChunk]:
+        return self._write_down(f"score {label}", chunk.score)
 
-    async def count_task_run(self) -> None:
-        pass
+    def _write_down(self, name: str, work: Callable[[], Coroutine[Any, Any, Result]]) -> RecordedWork[Result]:
+        async def run() -> Result:
+            self.lines.append(name)
+            result = await work()
+            self.lines.append(f"{name} done")
+            return result
+
+        return RecordedWork(run)
 
     @asynccontextmanager
     async def watch_group(self, step: int, group: int, summaries: Mapping[str, str]) -> AsyncIterator[None]:

@@ -31,10 +31,10 @@ def burst(n_task_runs: int) -> dict[str, Any]:
         recorder = TaskRunRecorder(ObserveConfig(), recording)
 
         async def pair(group: int) -> None:
-            await recorder.count_task_run()
-            rolled = await recorder.rollout(EmptyChunk(), 0, str(group))
-            await recorder.count_task_run()
-            await recorder.score(EmptyChunk(), 0, str(group), wait_for=[rolled])
+            async with recorder.rollout(EmptyChunk(), 0, str(group)) as rolled:
+                rolled.done(await rolled.work())
+            async with recorder.score(EmptyChunk(), 0, str(group), after=[rolled]) as scored:
+                scored.done(await scored.work())
 
         since, began, cpu = datetime.now(UTC), time.perf_counter(), time.process_time()
         async with asyncio.TaskGroup() as group:
