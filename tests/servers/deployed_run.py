@@ -56,8 +56,12 @@ class Deployed:
     async def retried(self, flow_run: UUID) -> None:
         """Retry a run, and wait until a worker has it."""
         before = (await self.client.read_flow_run(flow_run)).run_count
-        await self.set(flow_run, "SCHEDULED", "AwaitingRetry")
-        await self.when(flow_run, lambda found: found.run_count > before)
+        async with asyncio.timeout(DEADLINE_S):
+            while (found := await self.client.read_flow_run(flow_run)).run_count <= before:
+                # Runner and worker both report the end of the attempt before, and one may do so after the retry was scheduled.
+                if found.state and found.state.is_final():
+                    await self.set(flow_run, "SCHEDULED", "AwaitingRetry")
+                await asyncio.sleep(LOOK_AGAIN_S)
 
     async def when(self, flow_run: UUID, holds: Callable[[FlowRun], bool]) -> FlowRun:
         """Wait until something holds of a flow run."""
