@@ -258,7 +258,6 @@ SYNC = (
     ),
     Benchmark(
         "delta",
-        quick=(),
         figures=(
             Figure("bytes_share", "x", 0.03),
             Figure("bytes_share_1e_5", "x"),
