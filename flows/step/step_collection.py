@@ -25,7 +25,7 @@ from rollmill.flows.run.live_run import Run
 from rollmill.flows.step.lost_trajectories import FailureWatch
 from rollmill.flows.step.step_groups import Refills, plan_groups, plan_ranges, store_group_outcomes
 from rollmill.tasks.errors import LongPromptError
-from rollmill.tasks.observe.spans import OpenSpan, current_lane, span, within
+from rollmill.tasks.observe.spans import span, within
 from rollmill.tasks.rollout.admission import ROLLOUT, SlotTicket
 from rollmill.tasks.rollout.task import RolloutChunk, RolloutWork, SampledChunk, StepSampler, StoredChunk
 from rollmill.tasks.rollout.trajectory import TrajectoryRequest
@@ -98,18 +98,14 @@ async def collect_step(run: Run, step: int) -> CollectedStep:
         for rows in (group.rollouts, group.scores):
             failures.see(rows, is_new=False)
     refills = Refills(run, step, ranges, is_closed=plan.has_batch)
-    recording = OpenSpan("recording")
     with one_error():
-        async with asyncio.TaskGroup() as recordings:
-            async with asyncio.TaskGroup() as fan_out:
-                collection = StepCollection(run, step, failures, refills, fan_out, recordings)
-                by_number = {each.group: each for each in plan.groups}
-                for number in await run.problems.order(step, list(by_number), refills.drawn):
-                    fan_out.create_task(GroupCollection(collection, by_number[number]).collect())
-                    # Starting hundreds of groups at once would hold the event loop, and with it running requests.
-                    await asyncio.sleep(0)
-            recording.begin(current_lane())
-    recording.end()
+        async with asyncio.TaskGroup() as recordings, asyncio.TaskGroup() as fan_out:
+            collection = StepCollection(run, step, failures, refills, fan_out, recordings)
+            by_number = {each.group: each for each in plan.groups}
+            for number in await run.problems.order(step, list(by_number), refills.drawn):
+                fan_out.create_task(GroupCollection(collection, by_number[number]).collect())
+                # Starting hundreds of groups at once would hold the event loop, and with it running requests.
+                await asyncio.sleep(0)
     # In one order, whichever group ended first: the batch must not depend on timing.
     outcomes = sorted(collection.outcomes, key=lambda outcome: (outcome.group, outcome.subgroup))
     if lacking := refills.lacking(outcomes):
