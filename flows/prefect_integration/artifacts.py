@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 from uuid import UUID
 
 from prefect.artifacts import acreate_markdown_artifact
@@ -17,9 +17,9 @@ from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from rollmill.flows.failure import PREFECT_ERRORS
 from rollmill.flows.prefect_integration.background_requests import BackgroundRequests
 from rollmill.flows.prefect_integration.flow_run import current_flow_run
-from rollmill.flows.prefect_integration.page_process import PageProcess
+from rollmill.flows.prefect_integration.page_process import PageProcess, PageRequest
 from rollmill.flows.prefect_integration.progress import say
-from rollmill.flows.prefect_integration.run_pages import StepPage, draw_run_page, scores_page, table_page
+from rollmill.flows.prefect_integration.run_pages import StepPage, scores_page, table_page
 from rollmill.tasks.look.tables.view import View
 from rollmill.tasks.observe.config import ObserveConfig
 from rollmill.tasks.store.folders import RunFolder
@@ -123,7 +123,7 @@ class RunArtifacts:
 
     async def _show_run(self, client: PrefectClient) -> None:
         began = time.monotonic()
-        page = await self._pages.call(partial(draw_run_page, self._folder, self._config.viewer_url))
+        (page,) = await self._pages.write(PageRequest("run", self._folder.location, self._config.viewer_url))
         # The page is drawn less often the longer it takes.
         seconds = time.monotonic() - began
         self._draw_next_at = max(self._draw_next_at, began + seconds / MOST_OF_TIME)
@@ -137,7 +137,7 @@ class RunArtifacts:
 
     async def _show_step(self, artifact: _StepArtifact, client: PrefectClient) -> None:
         page = artifact.page
-        artifact.before, artifact.after = await self._pages.call(page.around_time)
+        artifact.before, artifact.after = await self._pages.write(_request("around_time", page))
         made = ArtifactCreate(
             key=f"{_key(self._folder.name)}-step",
             type="markdown",
@@ -151,7 +151,7 @@ class RunArtifacts:
     async def _show_time(self, artifact: _StepArtifact, client: PrefectClient) -> None:
         if artifact.id is None:
             return
-        tables = await self._pages.call(artifact.page.time)
+        (tables,) = await self._pages.write(_request("time", artifact.page))
         whole = "\n".join((artifact.before, tables, artifact.after))
         await client.update_artifact(artifact.id, ArtifactUpdate(data=whole))
 
@@ -168,6 +168,10 @@ class RunArtifacts:
             flow_run_id=self._run_id,
         )
         self._ids[kind] = (await client.create_artifact(made)).id
+
+
+def _request(part: Literal["around_time", "time"], page: StepPage) -> PageRequest:
+    return PageRequest(part, page.folder.location, page.viewer, page.step, page.scorer)
 
 
 async def show_scores(folder: RunFolder) -> None:
