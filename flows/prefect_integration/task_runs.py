@@ -74,7 +74,8 @@ class RecordedWork(Generic[Result]):
     def done(self, result: Result) -> Result:
         """Take the result of the work, with which the task run ends; returns it."""
         self._result = result
-        if self._ended is not None:
+        # A task run that was cancelled has cancelled what it waited for.
+        if self._ended is not None and not self._ended.done():
             self._ended.set_result(result)
         return result
 
