@@ -7,9 +7,11 @@ sync_weights    brings the new weights to the vLLM servers; then the next step b
 """
 
 import asyncio
+from pathlib import Path
 
 from prefect import flow
 
+from rollmill.flows.config import RunConfig
 from rollmill.flows.failure import one_error
 from rollmill.flows.forms import PostTrainSettings
 from rollmill.flows.offline.retrain_sources import check_replay_sources, check_tokenizers
@@ -25,6 +27,7 @@ from rollmill.flows.step.report import report_run, report_step, train_metrics
 from rollmill.flows.step.step_groups import store_batch
 from rollmill.tasks.observe.spans import span
 from rollmill.tasks.observe.step_clock import StepClock, record_flow
+from rollmill.tasks.store.run.manifest import TrainingSource
 from rollmill.tasks.sync.task import sync_weights
 from rollmill.tasks.train.task import train_step
 
@@ -43,12 +46,7 @@ async def post_train(run_name: RunName, config: PostTrainSettings, redo_failed: 
         The run's folder.
     """
     with end_in_order(), one_error(), pause_between_steps(config.steps) as pauses:
-        await check_start(run_name, config)
-        with span("planning"):
-            sources = await asyncio.to_thread(check_replay_sources, run_folder(run_name, config), config)
-        model = await ensure_start_model(config)
-        # The start model may have been made just now.
-        check_tokenizers(config, [each.folder for each in sources], "rollout.replay.sources")
+        model, sources = await _prepare_start(run_name, config)
         async with (
             open_run(run_name, config, model, redo_failed=redo_failed) as run,
             open_policy(run) as policy,
@@ -94,3 +92,14 @@ async def post_train(run_name: RunName, config: PostTrainSettings, redo_failed: 
             await policy.report_spans()
             await report_run(run)
     return run.folder.location
+
+
+async def _prepare_start(run_name: str, config: RunConfig) -> tuple[Path, tuple[TrainingSource, ...]]:
+    """Check what a run needs, and make its start model if that is missing; returns the model, and the runs that it replays."""
+    await check_start(run_name, config)
+    with span("planning"):
+        sources = await asyncio.to_thread(check_replay_sources, run_folder(run_name, config), config)
+    model = await ensure_start_model(config)
+    # The start model may have been made just now.
+    check_tokenizers(config, [each.folder for each in sources], "rollout.replay.sources")
+    return model, sources

@@ -1,6 +1,6 @@
 """Encodes how bytes differ from an earlier state of them, and applies that; exact for every bit pattern.
 
-Weights change little in an update: in bfloat16 at a learning rate of 1e-6 one element in fifty, most by the smallest
+Weights change little in an update: in bfloat16 at a learning rate of 1e-6 one element in a hundred, most by the smallest
 step there is. Elements are compared and subtracted as unsigned integers, so -0.0 and NaN are values as all others.
 
 A buffer is encoded in chunks, each in the smallest of these forms:

@@ -129,10 +129,8 @@ class WeightSender:
         """
         started, buckets = time.monotonic(), plan.buckets(self._rank)
         self._check(targets, shared)
-        limit = TimeLimit(
-            started + self._config.timeout_s,
-            f"it took longer than {self._config.timeout_s:g} s (sync.timeout_s)",
-        )
+        too_long = f"it took longer than {self._config.timeout_s:g} s (sync.timeout_s)"
+        limit = TimeLimit(started + self._config.timeout_s, too_long)
         pressure = BackPressure(limit, self._straggler_timeout_s)
         snapshot = next((each.snapshot for each in targets if each.snapshot), "")
         sources = {each.server: self._source_memory(plan, each) for each in targets}
@@ -161,14 +159,18 @@ class WeightSender:
             raise
         finally:
             # The optimizer may change the weights as soon as this returns.
-            for server, transfer in transfers.items():
-                transfer.join()
-                if transfer.error:
-                    self._links.pop(server)
+            self._join_transfers()
         return [
             SendResult(server, each.carried_bytes, each.ended_at - started, each.error)
             for server, each in transfers.items()
         ]
+
+    def _join_transfers(self) -> None:
+        """Wait for the threads of all transfers; the links of one that failed are opened again next time."""
+        for server, transfer in self._transfers.items():
+            transfer.join()
+            if transfer.error:
+                self._links.pop(server)
 
     def _source_memory(self, plan: TransferPlan, target: SendTarget) -> str:
         """Return the memory from which a target gets its weights: changes if it holds what was sent last."""
