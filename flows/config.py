@@ -346,8 +346,8 @@ class RunConfig(FlowConfig):
     )
     max_restarts: int = setting(
         2,
-        "How often each launched trainer or vLLM server is restarted; the run stops when the trainer or the last server "
-        "may not be restarted any more.",
+        "How often in a row, without a finished step in between, each launched trainer or vLLM server is restarted; the run "
+        "stops when the trainer or the last server may not be restarted any more.",
         ge=0,
     )
     start_timeout_s: float = setting(

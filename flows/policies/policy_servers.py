@@ -1,6 +1,7 @@
 """The servers of a run: which of them receive requests, those whose weights are verified, and which of them sleep."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -30,6 +31,7 @@ class PolicyServers:
         mute: those of `failed` that answer /health and cannot sample, so that only a restart helps.
         lost: servers that were given up.
         are_up: set once all servers were updated for the first time.
+        n_updates: how often each server was admitted with verified weights.
     """
 
     def __init__(self, run: ServedRun, servers: Sequence[ServerService]) -> None:
@@ -39,6 +41,7 @@ class PolicyServers:
         self.mute: set[ServerService] = set()
         self.lost: set[ServerService] = set()
         self.are_up = asyncio.Event()
+        self.n_updates: Counter[ServerService] = Counter()
         self._verified: dict[ServerService, str] = {}
         # Servers that were put to sleep and have no memory for their caches yet.
         self._asleep: set[ServerService] = set()
@@ -178,4 +181,5 @@ class PolicyServers:
         if server in self.failed:
             raise SyncError(f"server {server.client.url} failed during a sync: {self.failed[server]}")
         self._verified[server] = str(version)
+        self.n_updates[server] += 1
         self.run.pool.admit(server.client)

@@ -64,7 +64,7 @@ class RunPolicy:
         self._checkpointing = checkpointing
         # Held while the trainer's weights change or are sent.
         self._still = TimedLock()
-        self._restarts = self._restarts_at_checkpoint = 0
+        self._restarts = self._restarts_at_checkpoint = self._restarts_in_a_row = 0
         self._skipped = 0
         self._recomputing = run.recomputing if isinstance(run, Run) else None
         self.trained = TrainerState(run, trainer.client)
@@ -129,6 +129,7 @@ class RunPolicy:
             waited_s = await self._recomputing.end() if self._recomputing else 0.0
             try:
                 result = await self._train_and_prepare(step, digest)
+                self._restarts_in_a_row = 0
             except ServiceDiedError as error:
                 await self._bring_back_trainer(error)
                 # The batch was stored before training, so the restart has trained on it already.
@@ -288,8 +289,9 @@ class RunPolicy:
 
     async def _bring_back_trainer(self, error: ServiceDiedError) -> list[SyncReport]:
         """Restart a launched trainer, load the last version in the run's folder, and sync the servers; returns their reports."""
-        await restart(self._trainer, error.reason, self._restarts, self._run.config.max_restarts)
+        await restart(self._trainer, error.reason, self._restarts_in_a_row, self._run.config.max_restarts)
         self._restarts += 1
+        self._restarts_in_a_row += 1
         await self.trained.load()
         return await self._update_servers()
 

@@ -27,7 +27,7 @@ class WatchLimits:
     """Limits within which a failed server is brought back.
 
     Attributes:
-        max_restarts: of a launched server; see the setting `max_restarts`.
+        max_restarts: of a launched server in a row; see the setting `max_restarts`.
         rejoin_timeout_s: seconds within which an attached server must return with the current weights.
         retry_interval_s: seconds between two attempts to bring an attached server back.
     """
@@ -50,7 +50,11 @@ async def watch_server(
     await servers.are_up.wait()
     restarts = 0
     while server not in servers.lost:
+        n_updates = servers.n_updates[server]
         reason = await _wait_for_failure(servers, server)
+        if servers.n_updates[server] > n_updates:
+            # It has served a step since it was brought back.
+            restarts = 0
         if server.is_ours:
             restarts = await _restart_until_back(
                 servers, server, limits.max_restarts, rejoin, reason, restarts
@@ -87,7 +91,7 @@ async def _restart_until_back(
     reason: str,
     restarts: int,
 ) -> int:
-    """Restart a launched server until it is back or was restarted too often; returns the restarts so far."""
+    """Restart a launched server until it is back or was restarted too often; returns its restarts in a row."""
     # One that answers and serves its old weights is not restarted: it only needs the current ones.
     must_start = server in servers.mute or not await _is_answering(server)
     while True:

@@ -243,14 +243,16 @@ async def restart(
     """Restart a launched service that failed, or wait for an attached trainer; recorded as the span `starting`.
 
     Raises:
-        ServiceDiedError: it was restarted too often, or the attached trainer did not return.
+        ServiceDiedError: it was restarted too often in a row, or the attached trainer did not return.
     """
     tail = ""
     if service.process is not None:
         tail = service.process.log_tail()
         await service.process.stop()
     if restarts >= max_restarts:
-        raise ServiceDiedError(service.name, f"{reason}, after {restarts} restarts (max_restarts)", tail)
+        raise ServiceDiedError(
+            service.name, f"{reason}, after {restarts} restarts in a row (max_restarts)", tail
+        )
     with ExitStack() as spans:
         # A process that has not started yet cannot record the seconds of its start.
         for process in service.span_processes:

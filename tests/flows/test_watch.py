@@ -1,6 +1,7 @@
 """What becomes of a server that fails, without any server: processes and weights are played."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -73,6 +74,7 @@ class Fleet:
         self.failed: dict[Server, str] = {}
         self.mute: set[Server] = set()
         self.lost: set[Server] = set()
+        self.n_updates: Counter[Server] = Counter()
         self.are_up, self.is_in, self.event = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.are_up.set()
 
@@ -99,6 +101,7 @@ class Fleet:
             await self.fail(server, str(error))
             raise error
         self.events.append("back")
+        self.n_updates[server] += 1
         self.is_in.set()
 
     async def watched(
@@ -145,7 +148,27 @@ async def test_a_launched_server_is_given_up_after_its_restarts_whether_they_sta
     fleet = Fleet(PARITY, is_ours=True, starts=(None, ServiceStartError("server", "no memory")))
     events = await fleet.watched()
     assert events.count("started") == LIMITS.max_restarts
-    assert events[-1] == "given up: server: no memory, after 2 restarts (max_restarts)"
+    assert events[-1] == "given up: server: no memory, after 2 restarts in a row (max_restarts)"
+
+
+@pytest.mark.parametrize(("updates_between", "n_started"), [(0, LIMITS.max_restarts), (1, 6)])
+async def test_only_restarts_without_an_update_in_between_count_against_the_limit(
+    updates_between: int, n_started: int
+) -> None:
+    fleet = Fleet(is_ours=True)
+    watching = asyncio.ensure_future(watch_server(fleet, fleet.server, LIMITS, fleet.rejoin))
+    for _ in range(6):
+        fleet.is_in.clear()
+        fleet.server.healthy = False
+        fleet.event.set()
+        is_in = asyncio.ensure_future(fleet.is_in.wait())
+        await asyncio.wait([watching, is_in], timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        is_in.cancel()
+        if watching.done():
+            break
+        fleet.n_updates[fleet.server] += updates_between
+    watching.cancel()
+    assert fleet.events.count("started") == n_started
 
 
 async def test_the_death_of_the_last_server_ends_the_run_with_its_last_lines() -> None:
