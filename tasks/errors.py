@@ -256,6 +256,10 @@ class WorkerDiedError(WorkerError):
     """A worker process of user code ended, or was killed, before it answered."""
 
 
+class WorkerKilledError(WorkerDiedError):
+    """SIGKILL ended a worker process, as the kernel does when memory is short; user code that crashes ends by other signals."""
+
+
 class WorkerTimeoutError(WorkerError):
     """A worker process of user code did not answer in time."""
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rollmill.tasks.errors import EpisodeError, ServiceError, describe_error
+from rollmill.tasks.errors import EpisodeError, ServiceError, WorkerKilledError, describe_error
 from rollmill.tasks.observe.spans import span
 from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer, Tools
 from rollmill.tasks.rollout.environment import Conversation, Environment, Episode, Message
@@ -116,17 +116,32 @@ class EpisodePlayer:
         """Play one episode and return its Trajectory: failed after an error, cancelled with its tokens at a deadline.
 
         An earlier deadline than that of the group, `timeout_s` from now, takes precedence. `queue_s` is how long the trajectory
-        waited before it began, in seconds.
+        waited before it began, in seconds. If the environment's worker is killed, the episode is played once more, with the same
+        seed: the worker may have died of another episode's memory.
 
         Raises:
             ServiceError: no server is left; this ends the run, not only the trajectory.
         """
-        draft = TrajectoryBuilder(work, queue_s, keeps_routing)
         own = Deadline(
             asyncio.get_running_loop().time() + self.timeout_s,
             f"rollout.trajectory_timeout_s = {self.timeout_s:g} s",
         )
         deadline = own if group_deadline is None or own.at <= group_deadline.at else group_deadline
+        try:
+            return await self._play_once(TrajectoryBuilder(work, queue_s, keeps_routing), deadline)
+        except WorkerKilledError:
+            again = TrajectoryBuilder(work, queue_s, keeps_routing)
+            return await self._play_once(again, deadline, is_last=True)
+
+    async def _play_once(
+        self, draft: TrajectoryBuilder, deadline: Deadline, *, is_last: bool = False
+    ) -> Trajectory:
+        """Play the episode of `draft` and return its Trajectory.
+
+        Raises:
+            ServiceError: no server is left.
+            WorkerKilledError: the environment's worker was killed; not if `is_last`.
+        """
         status: Status = "failed"
         try:
             status = await self._episode(draft, deadline)
@@ -136,6 +151,10 @@ class EpisodePlayer:
         except ServiceError:
             # No server is left: every further trajectory would fail too.
             raise
+        except WorkerKilledError as raised:
+            if not is_last:
+                raise
+            draft.error_type, draft.error = describe_error(raised)
         except Exception as raised:  # noqa: BLE001 - environments are foreign code: a bad rollout is data
             draft.error_type, draft.error = describe_error(raised)
         return draft.build(status)

@@ -18,6 +18,7 @@ from rollmill.tasks.errors import (
     ScoreError,
     ScoreTimeoutError,
     WorkerError,
+    WorkerKilledError,
     WorkerTimeoutError,
 )
 from rollmill.tasks.processes.python_child import python_command
@@ -31,6 +32,8 @@ WORKER_COMMAND = tuple(python_command("rollmill.tasks.score.score_worker"))
 
 class ScoreWorkerPool:
     """Worker processes that have imported the scorers; one that hangs or dies is replaced, and only its call fails.
+
+    A call whose worker is killed is made once more.
 
     Args:
         paths: import paths of the scorers; calls refer to them by index.
@@ -84,15 +87,31 @@ class ScoreWorkerPool:
         that a worker is idle. `scorer` is the index of its import path.
         """
         found: list[list[ScoreVerdict]] = []
-        while len(found) < len(calls):
-            found += await self._call_until_one_fails(scorer, calls[len(found) :], timeout_s)
+        repeated = -1
+        while (number := len(found)) < len(calls):
+            try:
+                await self._call_until_one_fails(
+                    scorer, calls[number:], timeout_s, found, is_repeated=repeated == number
+                )
+            except WorkerKilledError:
+                repeated = len(found)
         return found
 
     async def _call_until_one_fails(
-        self, scorer: int, calls: Sequence[Sequence[CandidateText]], timeout_s: float
-    ) -> list[list[ScoreVerdict]]:
-        found: list[list[ScoreVerdict]] = []
-        started = time.perf_counter()
+        self,
+        scorer: int,
+        calls: Sequence[Sequence[CandidateText]],
+        timeout_s: float,
+        found: list[list[ScoreVerdict]],
+        *,
+        is_repeated: bool,
+    ) -> None:
+        """Append the verdicts of each call to `found`, up to the first that fails, whose verdicts are failed.
+
+        Raises:
+            WorkerKilledError: the worker was killed in a call that is to be repeated; the first one is none if `is_repeated`.
+        """
+        started, n_before = time.perf_counter(), len(found)
         try:
             async with self._worker() as worker:
                 answers = [worker.send(pickle.dumps((scorer, call))) for call in calls]
@@ -103,11 +122,13 @@ class ScoreWorkerPool:
             self._load.timeouts += 1
             error: RollmillError = ScoreTimeoutError(f"no score within score.timeout_s = {timeout_s:g} s")
         except (ScoreError, WorkerError) as raised:
+            if isinstance(raised, WorkerKilledError) and not (is_repeated and len(found) == n_before):
+                raise
             error = raised
         else:
-            return found
-        verdicts = [verdict_from_error(error)] * len(calls[len(found)])
-        return [*found, set_duration(verdicts, time.perf_counter() - started)]
+            return
+        verdicts = [verdict_from_error(error)] * len(calls[len(found) - n_before])
+        found.append(set_duration(verdicts, time.perf_counter() - started))
 
     @asynccontextmanager
     async def _worker(self) -> AsyncIterator[WorkerProcess]:

@@ -20,6 +20,7 @@ from rollmill.tasks.errors import (
     ForeignError,
     WorkerDiedError,
     WorkerError,
+    WorkerKilledError,
     WorkerTimeoutError,
     mask_credentials,
 )
@@ -162,7 +163,7 @@ class WorkerProcess:
 
         Raises:
             WorkerTimeoutError: there is no answer within `timeout_s` seconds.
-            WorkerDiedError: the worker process ended; the text says how.
+            WorkerDiedError: the worker process ended; the text says how. A WorkerKilledError: something else killed it.
             ForeignError: the handler in the worker raised an error.
         """
         try:
@@ -249,9 +250,11 @@ class WorkerProcess:
             self._fail_pending()
 
     def _fail_pending(self) -> None:
+        is_killed = not self._stop_reason and self.returncode == SIGNALLED + signal.SIGKILL
+        kind = WorkerKilledError if is_killed else WorkerDiedError
         for answer in self._pending.values():
             if not answer.done():
-                answer.set_exception(WorkerDiedError(f"{self.name} {self.ended.result()}"))
+                answer.set_exception(kind(f"{self.name} {self.ended.result()}"))
                 # Asyncio logs exceptions that are never retrieved, and not every answer is awaited.
                 answer.exception()
 

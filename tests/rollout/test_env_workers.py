@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from rollmill.tasks.errors import (
     ServiceDiedError,
     ServiceStartError,
     WorkerDiedError,
+    WorkerKilledError,
 )
 from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.rollout.environment import Example, Message
@@ -159,6 +161,17 @@ async def test_every_episode_in_a_worker_that_blocks_fails_and_says_why(tmp_path
         assert await concurrent.close() == {}
         with pytest.raises((WorkerDiedError, EpisodeTimeoutError)):
             await bad
+        assert (await play(environment, 0, 7))[1] == {"seed": 7}
+
+
+async def test_open_episodes_of_a_worker_that_is_killed_say_so(tmp_path: Path) -> None:
+    async with open_remote(tmp_path, n_workers=1) as environment:
+        said, _ = await play(environment, 0)
+        open_one = environment.episode(Example("", {"number": 0}), seed=0)
+        messages = tuple(await open_one.reply(()))
+        os.kill(int(said.split()[1]), signal.SIGKILL)
+        with pytest.raises(WorkerKilledError, match="signal SIGKILL"):
+            await open_one.reply((*messages, Message("assistant", "hello")))
         assert (await play(environment, 0, 7))[1] == {"seed": 7}
 
 

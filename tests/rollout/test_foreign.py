@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollmill.tasks.errors import WorkerKilledError
 from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer, save_character_tokenizer
 from rollmill.tasks.rollout.environment import Example, Message, Split
 from rollmill.tasks.rollout.episode import EpisodePlayer, SampledTokens
@@ -123,6 +124,23 @@ async def test_an_invalid_message_problem_or_outcome_is_a_failed_row(
 
 async def test_an_environment_that_behaves_is_complete(tmp_path: Path) -> None:
     assert (await row_of(Misbehaving("", lambda: None), tmp_path))["status"] == "complete"
+
+
+@pytest.mark.parametrize(("n_kills", "ended"), [(1, ("complete", "")), (2, ("failed", "WorkerKilledError"))])
+@pytest.mark.parametrize("place", ["reply", "close"])
+async def test_an_episode_whose_worker_is_killed_is_played_once_more(
+    tmp_path: Path, place: str, n_kills: int, ended: tuple[str, str]
+) -> None:
+    kills = iter(range(n_kills))
+
+    def act() -> object:
+        if next(kills, None) is not None:
+            raise WorkerKilledError("worker 0 ended with signal SIGKILL")
+        return (Message("user", "1+1="),) if place == "reply" else {}
+
+    row = await row_of(Misbehaving(place, act), tmp_path)
+    assert (row["status"], row["error_type"]) == ended
+    assert len(row["turn_starts"]) == int(ended[0] == "complete" or place == "close")
 
 
 async def test_a_cancelled_player_stays_cancelled_whatever_the_environment_raises(tmp_path: Path) -> None:

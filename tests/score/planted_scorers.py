@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -34,6 +35,13 @@ def act(candidate: Candidate) -> object:  # noqa: C901 - a list of misdeeds
         case answer if answer.startswith("hang beside "):
             Path(answer.removeprefix("hang beside ")).touch()
             time.sleep(1000)
+        case answer if answer.startswith("killed once beside "):
+            beside = Path(answer.removeprefix("killed once beside "))
+            if not beside.exists():
+                beside.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         case "exit":
             os._exit(3)
         case "segfault":

@@ -161,6 +161,16 @@ async def test_a_hundred_hanging_and_crashing_calls_leave_the_flow_healthy(rollo
     assert (metrics["score/workers_active"], metrics["score/workers_depth"]) == (2, 108)
 
 
+async def test_a_call_whose_worker_is_killed_is_made_once_more(rollouts: MakeRows, tmp_path: Path) -> None:
+    answers = ["fine", f"killed once beside {tmp_path / 'killed'}", "fine", "killed", "killed", "fine"]
+    async with Scoring(config("act"), "run") as scoring:
+        scores = await scoring.score(rollouts(answers), step=0)
+        metrics = {metric.name: metric.value for metric in scoring.metrics()}
+    assert column_values(scores, "status") == ["scored"] * 3 + ["failed"] * 2 + ["scored"]
+    assert column_values(scores, "error_type")[3] == "WorkerKilledError"
+    assert metrics["score/workers_restarts"] == 1 + 2 * 2
+
+
 async def test_metrics_are_those_since_the_last_time(rollouts: MakeRows) -> None:
     async with Scoring(config("length"), "run") as scoring:
         await scoring.score(rollouts(["a", "b"]), step=0)
