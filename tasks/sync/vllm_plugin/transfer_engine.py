@@ -199,10 +199,12 @@ class RollmillWeightTransferEngine(_Engine[InitInfo, UpdateInfo]):
                 self._copy = None
             return
         if self._switches(request) and second is not None:
+            # Kernels of both models use the same scratch memory, so the copy is compared while the live model is idle.
+            compared = self._compare_sums(second.model, self._expected)
             # The exchanged model has the old weights and is loaded with the next ones.
             self._keeps_copy = True
             second.switch()
-            sender.send(WorkerReport())
+            sender.send(compared)
             return
         if self._is_streamed(request):
             sender.send(self._load_streamed(request, weights))
@@ -303,14 +305,14 @@ class RollmillWeightTransferEngine(_Engine[InitInfo, UpdateInfo]):
             differing = find_differing_bytes(self.model, second.model)
             return replace(report, differing=differing)
         expected = self._live_weights.expect(weights)
-        if self._switches(request) and second is not None:
-            second.load(weights, self.repairs)
-            compared = self._compare_sums(second.model, expected)
-            return replace(report, differing=compared.differing, uncompared=compared.uncompared)
+        copy = second if self._switches(request) else None
+        if copy is not None:
+            copy.load(weights, self.repairs)
         # Another request may have begun, whose weights are the ones to put in place.
         if self._request is request:
             self._expected = expected
-            self._weights = self._copy_to_device(weights) if request.mode == "second_copy" else weights
+            if copy is None:
+                self._weights = self._copy_to_device(weights) if request.mode == "second_copy" else weights
         return report
 
     def _load_streamed(self, request: WeightUpdateRequest, weights: Weights) -> WorkerReport:
