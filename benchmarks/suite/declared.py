@@ -58,6 +58,27 @@ ROLLOUTS = (
         ),
     ),
     Benchmark(
+        "order",
+        figures=(
+            Figure(
+                "ratio_8",
+                "x",
+                1.05,
+                peer=Comparison("first come, first served", "ratio_8_first_come"),
+                limit=BOUND,
+                is_steady=False,
+            ),
+            Figure(
+                "ratio_32",
+                "x",
+                1.15,
+                peer=Comparison("first come, first served", "ratio_32_first_come"),
+                limit=BOUND,
+                is_steady=False,
+            ),
+        ),
+    ),
+    Benchmark(
         "exposed_reward",
         quick=(),
         figures=(
