@@ -27,7 +27,7 @@ async def collect(run_name: RunName, config: CollectSettings, redo_failed: bool 
     Args:
         run_name: folder of the run below `store.root`; an unfinished run is resumed.
         config: all settings; those of training have no effect, and nothing is evaluated.
-        redo_failed: True to sample failed trajectories of unfinished steps again, as a further attempt.
+        redo_failed: True to sample failed trajectories of unfinished steps again, as a further attempt, and to score again what the scorer failed on.
 
     Returns:
         The run's folder.

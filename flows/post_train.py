@@ -40,7 +40,7 @@ async def post_train(run_name: RunName, config: PostTrainSettings, redo_failed: 
     Args:
         run_name: folder of the run below `store.root`.
         config: all settings.
-        redo_failed: True to sample failed trajectories of steps without a batch again, as a further attempt.
+        redo_failed: True to sample failed trajectories of steps without a batch again, as a further attempt, and to score again what the scorer failed on.
 
     Returns:
         The run's folder.

@@ -29,7 +29,7 @@ def run_deployment(config: RunConfig, name: str, deployment: str, *, again: bool
         name: folder of the run below `store.root`.
         deployment: name of the deployment, after the slash.
         again: move a finished run of that name to NAME-N; needs a worker whose working folder is this one.
-        redo_failed: sample failed trajectories of the steps without a batch again.
+        redo_failed: sample failed trajectories of the steps without a batch again, and score again what the scorer failed on.
 
     Raises:
         ConfigError: there is no such deployment, or the run in the folder cannot be resumed with these settings.

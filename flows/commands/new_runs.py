@@ -62,7 +62,7 @@ def run_here(
         config: all settings.
         name: folder of the run below `store.root`.
         again: move a finished run of that name to NAME-N and start a new one.
-        redo_failed: sample failed trajectories of the steps without a batch again.
+        redo_failed: sample failed trajectories of the steps without a batch again, and score again what the scorer failed on.
         is_checked: True if `preflight` has passed for this configuration.
 
     Raises:

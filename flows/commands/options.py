@@ -28,6 +28,6 @@ RedoFailed = Annotated[
     bool,
     typer.Option(
         "--redo-failed",
-        help="Sample failed and cancelled trajectories of the open steps again, as another attempt.",
+        help="Sample failed trajectories of the open steps again, and score again what the scorer failed on.",
     ),
 ]

@@ -94,7 +94,7 @@ class Run(TrainingRun):
         admission: limits the trajectories in flight.
         pool: the vLLM servers that may be asked.
         task_runs: runs rollout and score tasks, as task runs in Prefect or not.
-        redo_failed: sample failed trajectories of unfinished steps again.
+        redo_failed: sample failed trajectories of unfinished steps again, and score again what the scorer failed on.
         recomputing: sends rollouts to the trainer for its log-probabilities; None with train.old_logprobs: sampler.
         problems: chooses the problem of each group.
         replay: chooses stored groups that steps train on again.
@@ -265,7 +265,7 @@ async def open_run(
     """Open a run with everything that sampling needs, except the servers.
 
     Args are those of `open_offline_run`, and:
-        redo_failed: sample failed trajectories of unfinished steps again.
+        redo_failed: sample failed trajectories of unfinished steps again, and score again what the scorer failed on.
 
     Raises:
         RunLockedError, RunMismatchError, RunFinishedError: as for `open_offline_run`.

@@ -84,7 +84,9 @@ async def collect_step(run: Run, step: int) -> CollectedStep:
         ranges = await plan_ranges(run, step)
         plan = await plan_groups(run, step, group_numbers(ranges))
     if plan.redone:
-        say(f"step {step}: {sum(each.attempt > 0 for each in plan.to_sample)} failed trajectories are redone")
+        n_trajectories = sum(each.n_sampled_again for each in plan.groups)
+        n_scores = sum(each.n_scores_redone for each in plan.groups)
+        say(f"step {step}: {n_trajectories} failed trajectories and {n_scores} failed scores are redone")
     rollout = run.config.rollout
     n_planned = len(plan.groups) * rollout.group_size
     failures = FailureWatch(

@@ -2,8 +2,10 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 from rollmill.flows.run.live_run import Run
 from rollmill.tasks.observe.spans import span
@@ -16,7 +18,15 @@ from rollmill.tasks.score.group_outcomes import (
     survivors_from_rows,
 )
 from rollmill.tasks.store.reader import read
-from rollmill.tasks.store.rows import Rows, rows_from_table, rows_where, rows_without
+from rollmill.tasks.store.rows import (
+    Rows,
+    column_values,
+    concat_rows,
+    rows_from_table,
+    rows_where,
+    rows_where_in,
+    rows_without,
+)
 from rollmill.tasks.store.run.group_ranges import (
     GroupRange,
     count_refills,
@@ -111,16 +121,26 @@ async def plan_ranges(run: Run, step: int) -> Sequence[GroupRange]:
 async def plan_groups(run: Run, step: int, groups: Sequence[int]) -> StepPlan:
     """Plan which trajectories of a step's groups are to be sampled, and which rollouts are to be scored.
 
-    Stored outcomes of groups whose failed trajectories are redone are removed, and so are their scores by a group scorer.
+    Of groups of which something is redone, stored outcomes and failed scores are removed, and all scores by a group scorer.
     """
     plan = await asyncio.to_thread(_plan, run, step, groups)
     if not plan.redone:
         return plan
     # Stored outcomes are kept as they are, so a redone trajectory would not change them.
-    await _remove_groups(run, "groups", plan.redone, step=step)
-    if by_group := [each for each in plan.redone if run.environment_of(each).scoring.by_group]:
-        await _remove_groups(run, "scores", by_group, scorer=run.scores_key, step=step)
-    return await asyncio.to_thread(_plan, run, step, groups)
+    await _remove_rows(run, "groups", lambda rows: rows_where_in(rows, "group", plan.redone), step=step)
+    by_group = [each for each in plan.redone if run.environment_of(each).scoring.by_group]
+
+    def select_scores(rows: Rows) -> Rows:
+        redone = rows_where_in(rows, "group", plan.redone)
+        return concat_rows(rows_where(redone, "status", "failed"), rows_where_in(redone, "group", by_group))
+
+    await _remove_rows(run, "scores", select_scores, scorer=run.scores_key, step=step)
+    without = await asyncio.to_thread(_plan, run, step, groups)
+    pairs = zip(without.groups, plan.groups, strict=True)
+    return StepPlan(
+        tuple(replace(each, n_scores_redone=before.n_scores_redone) for each, before in pairs),
+        without.has_batch,
+    )
 
 
 def _plan(run: Run, step: int, groups: Sequence[int]) -> StepPlan:
@@ -128,10 +148,16 @@ def _plan(run: Run, step: int, groups: Sequence[int]) -> StepPlan:
     return plan_step(groups, run.config.rollout.group_size, stored, redo_failed=run.redo_failed)
 
 
-async def _remove_groups(run: Run, dataset: str, groups: Sequence[int], **partition: int | str) -> None:
-    """Remove the rows of these groups from one partition of a data set."""
+async def _remove_rows(
+    run: Run, dataset: Literal["groups", "scores"], select: Callable[[Rows], Rows], **partition: int | str
+) -> None:
+    """Remove the rows that `select` returns from one partition of a data set, unless there are none."""
     stored = rows_from_table(await asyncio.to_thread(lambda: read(run.folder, dataset, None, **partition)))
-    await run.store.writer.replace(dataset, rows_without(stored, "group", groups), **partition)
+    key = {"groups": "group", "scores": "trajectory_id"}[dataset]
+    if (removed := select(stored)).num_rows:
+        await run.store.writer.replace(
+            dataset, rows_without(stored, key, column_values(removed, key)), **partition
+        )
 
 
 async def store_group_outcomes(

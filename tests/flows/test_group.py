@@ -152,6 +152,26 @@ async def test_failures_are_attempted_again_on_request_and_the_advantages_of_the
     assert len(outcome.survivors) == group["survived"] == GROUP_SIZE
 
 
+@pytest.mark.parametrize("by_group", [False, True])
+async def test_failed_scores_are_computed_again_on_request_and_nothing_is_sampled(
+    tmp_path: Path, by_group: bool
+) -> None:
+    broken = PlannedScoring(by_group=by_group, statuses={1: "failed", 2: "dropped"})
+    async with open_planned_run(tmp_path, PlannedSampler(), broken) as run:
+        await collect_group(run)
+    sampler, scoring = PlannedSampler(), PlannedScoring(by_group=by_group)
+    async with open_planned_run(tmp_path, sampler, scoring) as run:
+        await collect_group(run)
+        assert not scoring.calls
+        (outcome,) = await collect_group(replace(run, redo_failed=True))
+        (group,) = read_stored(run, "groups")
+        statuses = [row["status"] for row in read_stored(run, "scores")]
+    assert not sampler.sampled
+    assert [sorted(call) for call in scoring.calls] == ([[0, 1, 2, 3]] if by_group else [[1]])
+    assert sorted(statuses) == ["scored"] * 4 if by_group else ["dropped", *["scored"] * 3]
+    assert len(outcome.survivors) == group["survived"] == (4 if by_group else 3)
+
+
 async def test_too_many_failures_end_the_run_at_once_and_name_the_most_frequent(tmp_path: Path) -> None:
     plan: dict[int, Act] = {0: RequestError("status 400: no"), 1: RequestError("no"), 2: 60.0}
     async with open_planned_run(tmp_path, PlannedSampler(plan), PlannedScoring()) as run:

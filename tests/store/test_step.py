@@ -69,6 +69,25 @@ def test_failed_and_cancelled_ones_are_attempted_once_more_when_a_user_asks(rows
     assert (column_values(plan.groups[0].rollouts, "sample"), without_outcome(plan)) == ([2], (4,))
 
 
+def test_a_failed_score_counts_as_none_when_a_user_asks_and_the_step_has_no_batch(rows: RowMaker) -> None:
+    keys = [(4, 0), (4, 1)]
+    made, scores = (
+        make_rows(rows, "rollouts", keys),
+        make_rows(rows, "scores", keys, status=["failed", "scored"]),
+    )
+
+    def plan(redo_failed: bool, has_batch: bool) -> StepPlan:
+        stored = StoredStep(made, scores, frozenset({4}), has_batch)
+        return plan_step([4], 2, stored, redo_failed=redo_failed)
+
+    redone = plan(redo_failed=True, has_batch=False)
+    assert column_values(redone.groups[0].to_score, "trajectory_id") == ["r.4.0.0"]
+    assert (redone.redone, redone.to_sample, without_outcome(redone)) == ((4,), (), (4,))
+    for kept in (plan(redo_failed=False, has_batch=False), plan(redo_failed=True, has_batch=True)):
+        assert not kept.groups[0].to_score.num_rows
+        assert (kept.redone, without_outcome(kept)) == ((), ())
+
+
 def test_of_several_attempts_the_last_one_counts(rows: RowMaker) -> None:
     ids = ["r.4.0.0", "r.4.0.1"]
     made = pa.concat_batches(

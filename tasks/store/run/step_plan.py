@@ -65,9 +65,10 @@ class GroupPlan:
     Attributes:
         to_sample: trajectories that have no row or are to be sampled again; sorted by sample.
         rollouts: stored rollouts, the last attempt of each sample, including failed and cancelled ones.
-        scores: stored rows of scores of these rollouts.
-        to_score: `rollouts` without a score, including failed and cancelled ones.
-        has_outcome: True when the group has its row in `groups`, and nothing of it is to be sampled.
+        scores: stored rows of scores of these rollouts, without failed ones that are to be redone.
+        to_score: `rollouts` without one of these scores, including failed and cancelled ones.
+        has_outcome: True when the group has its row in `groups`, and nothing of it is to be redone.
+        n_scores_redone: number of failed scores that are to be redone.
     """
 
     group: int
@@ -76,6 +77,12 @@ class GroupPlan:
     scores: Rows
     to_score: Rows
     has_outcome: bool
+    n_scores_redone: int = 0
+
+    @property
+    def n_sampled_again(self) -> int:
+        """Number of failed and cancelled trajectories that are to be sampled again."""
+        return sum(each.attempt > 0 for each in self.to_sample)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +103,8 @@ class StepPlan:
 
     @property
     def redone(self) -> tuple[int, ...]:
-        """Numbers of the groups in which failed or cancelled trajectories are to be sampled again."""
-        return tuple(each.group for each in self.groups if any(one.attempt for one in each.to_sample))
+        """Numbers of the groups in which failed trajectories are to be sampled, or failed scores computed again."""
+        return tuple(each.group for each in self.groups if each.n_sampled_again or each.n_scores_redone)
 
 
 def plan_step(
@@ -105,7 +112,7 @@ def plan_step(
 ) -> StepPlan:
     """Plan what remains to be done in a step, given the group numbers of its plan and its stored rows.
 
-    With `redo_failed`, failed and cancelled trajectories are sampled again, as another attempt.
+    With `redo_failed`, failed and cancelled trajectories are sampled again, as another attempt, and a failed score counts as none.
 
     Example: groups 4 and 5 of two trajectories each, where (4, 0) has a row and no score: sample (4, 1), (5, 0)
     and (5, 1), score (4, 0), compute the advantages of 4 and 5.
@@ -150,13 +157,18 @@ def _plan_group(group: int, group_size: int, stored: StoredStep, redo_failed: bo
     ]
     kept = rows_without(rollouts, "sample", [each.sample for each in redone])
     scores = rows_where_in(scores, "trajectory_id", column_values(kept, "trajectory_id"))
+    failed = rows_where(scores, "status", "failed")
+    if not redo_failed or stored.has_batch:
+        failed = failed.slice(0, 0)
+    scores = rows_without(scores, "trajectory_id", column_values(failed, "trajectory_id"))
     return GroupPlan(
         group=group,
         to_sample=tuple(sorted([*missing, *redone])),
         rollouts=kept,
         scores=scores,
         to_score=select_unscored(kept, scores),
-        has_outcome=group in stored.outcomes and not redone,
+        has_outcome=group in stored.outcomes and not redone and not failed.num_rows,
+        n_scores_redone=failed.num_rows,
     )
 
 
