@@ -183,7 +183,7 @@ def _check_prefect() -> str:
         return f"runs at {running.ui_url}"
     with socket.socket() as tried:
         if tried.connect_ex(("127.0.0.1", PORT)) == 0:
-            raise ConfigError("port", PORT, f"another program listens there: rollmill up --port {PORT + 1}")
+            raise ConfigError("port", PORT, local_server.explain_taken_port(PORT))
     return f"can be started on port {PORT} (rollmill up)"
 
 

@@ -32,6 +32,8 @@ PORT = 4200
 START_TIMEOUT_S = 300.0
 STOP_GRACE_S = 20.0
 ANSWER_TIMEOUT_S = 10.0
+# Whatever has taken a port need not answer at all.
+TAKEN_PORT_TIMEOUT_S = 3.0
 POLL_INTERVAL_S = 0.1
 
 # The server's settings; a variable of the same name in our environment overrides one.
@@ -179,26 +181,48 @@ def _check_free(port: int) -> None:
         try:
             probe.bind((HOST, port))
         except (OSError, OverflowError) as error:
-            remedy = (
-                f"the Prefect server cannot listen there ({error}): stop the process that does, choose another port with "
-                f"`rollmill up --port {min(port + 1, LARGEST_PORT - 1)}`, or set PREFECT_API_URL to a running Prefect server"
-            )
+            remedy = f"the Prefect server cannot listen there ({error}): {explain_taken_port(port)}"
             raise ConfigError("port", port, remedy) from error
+
+
+def _next_port(port: int) -> int:
+    return min(port + 1, LARGEST_PORT - 1)
+
+
+def explain_taken_port(port: int) -> str:
+    """Return what to do about a port that a program listens on: it may be the Prefect server of another folder."""
+    another = f"choose another port with `rollmill up --port {_next_port(port)}`"
+    api_url = f"http://{HOST}:{port}/api"
+    if find_problem(api_url, timeout_s=TAKEN_PORT_TIMEOUT_S):
+        return f"stop the process that does, {another}, or set PREFECT_API_URL to a running Prefect server"
+    return (
+        f"a Prefect server does, such as that of another folder: use it with `export PREFECT_API_URL={api_url}`, "
+        f"stop it with `rollmill down` in that folder, or {another}"
+    )
 
 
 def _wait_until_healthy(server: Server, home: Path, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    while problem := find_problem(server.api_url):
+    while problem := find_problem(server.api_url) or _find_other_listener(server):
         if not server.is_running:
-            raise _start_error(server, home, "it ended while starting")
+            raise _start_error(server, home, f"it ended while starting: {problem}")
         if time.monotonic() > deadline:
             _end(server.pid, STOP_GRACE_S)
             raise _start_error(server, home, f"not healthy after {timeout_s:g} s: {problem}")
         time.sleep(POLL_INTERVAL_S)
-    if not server.is_running:
-        raise _start_error(
-            server, home, f"it ended while another Prefect server answered on port {server.port}"
-        )
+
+
+def _find_other_listener(server: Server) -> str:
+    """Return that the port is another process's, such as the server of a folder that began at the same time; empty if it is ours."""
+    with suppress(psutil.Error):
+        process = psutil.Process(server.pid)
+        for each in (process, *process.children(recursive=True)):
+            if any(
+                one.status == psutil.CONN_LISTEN and one.laddr.port == server.port
+                for one in each.net_connections("tcp")
+            ):
+                return ""
+    return f"another process listens on port {server.port}: `rollmill up --port {_next_port(server.port)}` takes another"
 
 
 def _start_error(server: Server, home: Path, reason: str) -> ServiceStartError:
@@ -207,7 +231,7 @@ def _start_error(server: Server, home: Path, reason: str) -> ServiceStartError:
     return ServiceStartError(f"Prefect server {server.ui_url}", reason, "\n".join(lines[-20:]))
 
 
-def find_problem(api_url: str) -> str:
+def find_problem(api_url: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> str:
     """Return why the Prefect server at this address cannot be used; empty if it can."""
     key, basic = os.environ.get("PREFECT_API_KEY"), os.environ.get("PREFECT_API_AUTH_STRING", "")
     user, _, password = basic.partition(":")
@@ -218,7 +242,7 @@ def find_problem(api_url: str) -> str:
             auth=(user, password) if basic else None,
             # A proxy does not reach our loopback.
             trust_env=not api_url.startswith(f"http://{HOST}:"),
-            timeout=ANSWER_TIMEOUT_S,
+            timeout=timeout_s,
         )
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return f"nothing answers there ({error or type(error).__name__})"

@@ -117,6 +117,15 @@ def test_down_leaves_nothing_running_and_up_starts_again(tmp_path: Path) -> None
     assert local_server.down(tmp_path)
 
 
+@pytest.mark.service
+def test_a_port_of_another_folders_server_is_a_config_error_that_says_how_to_use_it(
+    home: Path, tmp_path: Path
+) -> None:
+    server = start(home)
+    with pytest.raises(ConfigError, match=f"PREFECT_API_URL={server.api_url}`, .*rollmill down` in that"):
+        local_server.up(tmp_path, server.port)
+
+
 def test_taken_port_is_a_config_error_with_a_remedy(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -150,6 +159,20 @@ def test_stale_state_file_does_no_harm(tmp_path: Path, state: str) -> None:
     assert local_server.status(tmp_path) is None
     assert not local_server.down(tmp_path)
     assert not (tmp_path / "server.json").exists()
+
+
+@pytest.mark.service
+def test_the_answer_of_another_folders_server_is_not_taken_for_ours(home: Path, tmp_path: Path) -> None:
+    """As when two folders start their servers at the same time, and both find the port free."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as ours:
+        started = int(Path(f"/proc/{ours.pid}/stat").read_text().rpartition(")")[2].split()[19])
+        state = {"pid": ours.pid, "started": started, "port": start(home).port}
+        (tmp_path / "server.json").write_text(json.dumps(state))
+        (tmp_path / "server.log").touch()
+        with pytest.raises(ServiceStartError, match="another process listens on port"):
+            local_server.up(tmp_path, start_timeout_s=0.1)
+    assert local_server.status(tmp_path) is None
+    assert start(home).is_running
 
 
 def test_down_makes_no_home(tmp_path: Path) -> None:
