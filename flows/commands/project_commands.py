@@ -15,7 +15,7 @@ def init(
         Path, typer.Argument(metavar="FOLDER", help="Folder of the project, new or without its files.")
     ],
 ) -> None:
-    """Write a project: a preset, an environment, a scorer, their tests and a README; existing files are not overwritten."""
+    """Write a project: a preset, its deployments, an environment, a scorer, tests and a README; existing files are not overwritten."""
     from rollmill.flows.project.new_files import PRESET, write_project
 
     for file in write_project(folder):

@@ -119,7 +119,10 @@ def _read_document() -> dict[str, Any]:
     """Read prefect.yaml of the working folder; ConfigError if it or the folder of presets is missing, or it is not YAML."""
     for needed in (FILE, PRESETS):
         if not needed.exists():
-            remedy = f"{needed} is missing in this folder; run the command in a checkout of Rollmill, or next to copies of {FILE} and {PRESETS}/"
+            remedy = (
+                f"{needed} is missing in this folder; run the command in a checkout of Rollmill, in a project that "
+                f"`rollmill init` wrote, or next to copies of {FILE} and {PRESETS}/"
+            )
             raise ConfigError("folder", str(Path.cwd()), remedy)
     try:
         document: dict[str, Any] = yaml.safe_load(FILE.read_text())

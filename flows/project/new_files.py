@@ -17,7 +17,7 @@ ENVIRONMENT, SCORER, PRESET = "digits", "in_place", "mine"
 
 
 def write_project(folder: Path) -> list[Path]:
-    """Write a project: a preset, an environment, a scorer, tests, a README; returns the files.
+    """Write a project: a preset, its deployments, an environment, a scorer, tests, a README; returns the files.
 
     Raises:
         ConfigError: the folder has one of the files, or cannot be written to. Nothing is written then.
@@ -27,6 +27,7 @@ def write_project(folder: Path) -> list[Path]:
         Path("README.md"): _fill("README.md", project=name),
         Path(".gitignore"): _fill("gitignore"),
         Path("pyproject.toml"): _fill("pyproject.toml"),
+        Path("prefect.yaml"): _fill("prefect.yaml", preset=PRESET),
         Path("conf") / f"{PRESET}.yaml": _fill("mine.yaml"),
     }
     texts |= _fill_code("environment", ENVIRONMENT) | _fill_code("scorer", SCORER)

@@ -181,7 +181,10 @@ def check_python(config: ServeConfig) -> None:
     """Refuse a `serve.python` that is no Python, or whose environment has no vLLM; raises ConfigError."""
     path = Path(config.python)
     if not os.access(path, os.X_OK) or not path.is_file():
-        remedy = "there is no Python; create the vLLM environment with `rollmill setup`, or attach to servers with serve.urls"
+        remedy = (
+            "there is no Python; create the vLLM environment with `rollmill setup`, name that of a checkout or another "
+            "project (PATH/.venv-vllm/bin/python), or attach to servers with serve.urls"
+        )
         raise ConfigError("serve.python", config.python, remedy)
     command = [str(path.absolute()), "-c", _PRINT_VERSIONS]
     try:

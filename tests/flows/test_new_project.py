@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from rollmill.flows.prefect_integration.deployments import FILE, render_deployments
 from rollmill.flows.project.new_files import import_path, write_code, write_project
 from rollmill.flows.settings import load
 from rollmill.tasks.errors import ConfigError
@@ -14,12 +16,14 @@ from rollmill.tasks.rollout.environment import make_environment
 from rollmill.tasks.score.terms import resolve_terms
 
 BIN = Path(sys.executable).parent
+ROOT = Path(__file__).parents[2]
 FILES = {
     ".gitignore",
     "README.md",
     "conf/mine.yaml",
     "digits.py",
     "in_place.py",
+    "prefect.yaml",
     "pyproject.toml",
     "tests/test_digits.py",
     "tests/test_in_place.py",
@@ -47,6 +51,7 @@ def test_a_project_has_code_whose_tests_pass(tmp_path: Path) -> None:
     tested = subprocess.run([BIN / "pytest", "-q"], cwd=demo, capture_output=True, check=False, text=True)
     assert tested.returncode == 0, tested.stdout
     assert "18 passed" in tested.stdout
+    assert "dash" not in tested.stdout
     linted = subprocess.run(
         [BIN / "ruff", "check", "--isolated", "--select", "E,F,I,B,PT,UP", "--line-length", "130", "."],
         cwd=demo,
@@ -64,6 +69,17 @@ def test_the_preset_of_a_project_names_its_environment_and_its_scorer(
     config = load("mine")
     assert make_environment(config.rollout).name == "digits"
     assert resolve_terms(config.score).name == "in_place.in_place"
+
+
+def test_the_deployments_of_a_project_are_placed_and_run_as_those_of_the_checkout(tmp_path: Path) -> None:
+    write_project(tmp_path)
+    ours, theirs = (yaml.safe_load((each / FILE).read_text()) for each in (ROOT, tmp_path))
+    assert theirs["definitions"]["pools"] == {"process": ours["definitions"]["pools"]["process"]}
+    assert theirs["definitions"]["steps"] == ours["definitions"]["steps"]
+    deployments = render_deployments(theirs, "process")["deployments"]
+    known = {each["entrypoint"] for each in ours["deployments"]}
+    assert [each["name"] for each in deployments] == ["mine", "mine"]
+    assert {each["entrypoint"] for each in deployments} <= known
 
 
 def test_existing_files_are_not_overwritten_and_nothing_is_written(tmp_path: Path) -> None:
