@@ -192,6 +192,6 @@ async def store_batch(run: Run, step: int, outcomes: Sequence[GroupOutcome]) -> 
         stored, origins = await asyncio.to_thread(run.replay.read_outcomes, step)
         settled = await asyncio.to_thread(compute_batch_advantages, run.config.score, [*outcomes, *stored])
         rows = batch_rows(run.id, step, settled, run.scores_key, origins)
-        await run.store.writer.append("batches", rows, step=step)
+        await run.store.writer.store("batches", rows, step=step)
         # From the stored rows and not from memory: the trainer compares the digest with what it reads.
         return await asyncio.to_thread(read_batch_digest, run.folder, step)

@@ -103,6 +103,25 @@ async def test_a_commit_waits_for_more_rows_and_a_flush_cuts_the_wait_short(
     assert groups_of(folder) == [0, 1, 2, 3, 4, 5]
 
 
+async def test_rows_that_a_step_waits_for_are_stored_at_once_and_with_what_waited(
+    folder: RunFolder, rows: RowMaker
+) -> None:
+    files = GatedFiles(folder)
+    async with asyncio.timeout(30), RunWriter(files, epoch=1, flush_s=3600.0) as writer:
+        waited = writer.append("rollouts", rows("rollouts", step=0, group=0), step=0)
+        first = asyncio.ensure_future(writer.store("plans", rows("plans", step=0), step=0))
+        await files.until_committing()
+        second = asyncio.ensure_future(writer.store("batches", rows("batches", 0), step=0))
+        await asyncio.sleep(0)
+        assert not first.done()
+        files.gate.set()
+        await asyncio.gather(waited, first, second)
+        later = writer.append("rollouts", rows("rollouts", step=0, group=1), step=0)
+        await asyncio.sleep(0.05)
+        assert not later.done()
+    assert groups_of(folder) == [0, 1]
+
+
 async def test_cancelling_a_waiting_caller_does_not_remove_its_rows(
     folder: RunFolder, rows: RowMaker
 ) -> None:

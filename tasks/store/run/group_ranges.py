@@ -101,5 +101,5 @@ async def ensure_plan(
     if stored := await asyncio.to_thread(read_plan, folder, step):
         return stored
     planned = await asyncio.to_thread(plan, step)
-    await writer.append("plans", make_plan_rows(run, step, planned), step=step)
+    await writer.store("plans", make_plan_rows(run, step, planned), step=step)
     return planned

@@ -101,7 +101,7 @@ class RunWriter:
         self._lane: Lane | None = None
         self._unsettled: set[asyncio.Future[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._is_committing = False
+        self._is_committing = self._is_urgent = False
         self._n_shards = 0
         self._thread: ThreadPoolExecutor | None = None
         self._compacting: ThreadPoolExecutor | None = None
@@ -143,6 +143,18 @@ class RunWriter:
         self._set_timer()
         # Shielded: a caller that is cancelled must not cancel the future that the commit completes.
         return asyncio.shield(acknowledgement)
+
+    async def store(self, dataset: str, rows: pa.RecordBatch, **partition: PartitionValue) -> None:
+        """Append rows that a step waits for, and return when they are stored, without waiting for `flush_s`.
+
+        Raises:
+            SchemaError: as for `append`.
+            StoreError: as for `append`, or the rows could not be stored.
+        """
+        stored = self.append(dataset, rows, **partition)
+        self._is_urgent = True
+        self._commit()
+        await stored
 
     @property
     def n_waiting(self) -> int:
@@ -250,13 +262,15 @@ class RunWriter:
 
     def _set_timer(self) -> None:
         if self._gathered and self._timer is None and not self._is_committing:
-            self._timer = asyncio.get_running_loop().call_later(self._flush_s, self._commit)
+            delay_s = 0.0 if self._is_urgent else self._flush_s
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._commit)
 
     def _take(self) -> tuple[PendingByFolder, int]:
         """Remove and return the pending rows, with the number that their first shard gets."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._is_urgent = False
         gathered, self._gathered = self._gathered, {}
         first, self._n_shards = self._n_shards, self._n_shards + len(gathered)
         return gathered, first
