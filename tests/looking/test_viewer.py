@@ -13,8 +13,10 @@ from flask.testing import FlaskClient
 
 from rollmill.flows.recipe import run_tokenizer
 from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.look.tables import sql_query
 from rollmill.tasks.look.tables.selection import Interval, Selection
 from rollmill.tasks.look.web import app as web_server
+from rollmill.tasks.look.web import run_data
 from rollmill.tasks.look.web.app import make_app, render_page
 from rollmill.tasks.look.web.run_data import RowCache, RunData
 from rollmill.tasks.look.web.urls import Query
@@ -127,7 +129,9 @@ def test_scorers_are_compared_by_trajectory_and_versions_by_prompt(source: RunDa
     assert "trajectories in both; mean reward" in few
     assert "±" not in few, "too few for an interval"
     held_out = show(source, "/compare", "?a=v0&b=v3")
-    assert "sampled: 1 prompt in both; mean reward 1.000 of v0 and 1.000 of v3; 0 higher of v3" in held_out
+    assert (
+        "sampled: 1 prompt in both; mean reward 1.000 of v0 and 1.000 of v3; v3 is higher for 0" in held_out
+    )
     assert "greedy: 2 prompts in both; mean reward 1.000 of v0 and 1.000 of v3" in held_out
     both = show(source, "/pair/v0.1.greedy/v3.1.greedy")
     assert "policy version 0, greedy" in both
@@ -295,11 +299,40 @@ def test_a_condition_in_sql_selects_trajectories_together_with_the_filters(sourc
     assert Query.of("?where=sample+=+0").search == "?where=sample+%3D+0"
 
 
+def test_a_condition_in_sql_selects_held_out_trajectories_by_their_own_columns(source: RunData) -> None:
+    every, _ = query_ids(source, "", held_out=True)
+    found = {
+        where: query_ids(source, f"?where={where}", held_out=True)
+        for where in ("greedy", "not+greedy", "policy_version+=+3", "reward+<+100")
+    }
+    assert found["greedy"][0] + found["not+greedy"][0] == every
+    assert all(each.endswith("greedy") for each in found["greedy"][1])
+    assert all(each.startswith("v3.") for each in found["policy_version+=+3"][1])
+    # A missing reward is no number: neither below nor above.
+    above, _ = query_ids(source, "?where=reward+>=+100", held_out=True)
+    assert above == 0 < found["reward+<+100"][0] <= every
+
+
+def test_a_condition_that_takes_too_long_or_too_much_memory_is_ended(
+    source: RunData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_data, "LONGEST_S", 0.3)
+    endless = "(select sum(a.range * b.range) from range(10000000) a, range(10000000) b) > 0"
+    with pytest.raises(ConfigError, match=r"takes longer than 0\.3 s; select fewer rows"):
+        source.trajectories(Query.of("").selection(), "", 0, 10, endless)
+    monkeypatch.setattr(run_data, "LONGEST_S", 60.0)
+    monkeypatch.setattr(sql_query, "MOST_MEMORY", "50MB")
+    large = "(select len(list(range)) from range(100000000)) > 0"
+    with pytest.raises(ConfigError, match="needs more than 50MB of memory; select fewer rows"):
+        source.trajectories(Query.of("").selection(), "", 0, 10, large)
+
+
 @pytest.mark.parametrize(
     "where",
     [
         "rewrd > 0.5",
         "reward >",
+        "(" * 5000 + "true" + ")" * 5000,
         "true); create table t as (select 1",
         "exists (from read_csv('/etc/passwd'))",
         "exists (from read_text('/etc/passwd'))",

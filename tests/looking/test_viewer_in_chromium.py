@@ -161,6 +161,26 @@ def test_a_failed_trajectory_is_found_and_read(small: Open) -> None:
     expect(page.locator("#count")).to_have_text("1 trajectory")
 
 
+def test_a_condition_in_sql_selects_rows_and_a_wrong_one_is_explained(small: Open) -> None:
+    page = small("/trajectories")
+    condition = page.locator(".filter.where input")
+    condition.fill("reward > 0.5 and step = 1")
+    expect(page).to_have_url(re.compile(r"where=reward\+%3E\+0\.5\+and\+step\+%3D\+1"))
+    expect(page.locator("#count")).to_have_text(re.compile(r"^[1-9]\d? trajectories$"))
+    expect(page.locator(".ag-row[row-index='0'] .ag-cell[col-id=step]")).to_have_text("1")
+    expect(page.locator(".ag-row[row-index='0'] .ag-cell[col-id=problem]")).not_to_have_text("")
+    for wrong, said in (("rewrd > 0.5", '"rewrd" not found'), ("reward >", "something is missing")):
+        condition.fill(wrong)
+        expect(page.locator("#count")).to_contain_text(said)
+    page.reload()
+    expect(condition).to_have_value("reward >")
+    condition.fill("")
+    expect(page.locator("#count")).to_have_text("48 trajectories")
+    page = small("/held-out")
+    page.locator(".filter.where input").fill("greedy and policy_version = 3")
+    expect(page.locator(".ag-row[row-index='0'] .ag-cell[col-id=trajectory]")).to_have_text("v3.0.greedy")
+
+
 def test_tokens_are_coloured_by_the_chosen_column_and_show_their_numbers(small: Open) -> None:
     page = small("/trajectory/5.0")
     token = page.locator("#painted span").nth(8)
@@ -202,7 +222,7 @@ def test_a_table_is_sorted_by_its_heading_gone_through_with_keys_and_fits_a_narr
     page.locator(".ag-row[row-index='0'] .ag-cell[col-id=env]").click()
     page.keyboard.press("Enter")
     expect(page.locator("#count")).to_have_text("4 trajectories")
-    page.set_viewport_size({"width": 420, "height": 800})
+    page.set_viewport_size({"width": 390, "height": 800})
     page.wait_for_function("document.documentElement.scrollWidth <= window.innerWidth")
     small("/trajectory/5.0")
     page.wait_for_function("document.documentElement.scrollWidth <= window.innerWidth")

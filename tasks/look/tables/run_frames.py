@@ -38,6 +38,8 @@ GROUP_COLUMNS: Mapping[str, str] = {
 _KEYS = 'location, run, step, "group"'
 _GROUP_VALUES = ", ".join(f"{each} as {name}" for name, each in GROUP_COLUMNS.items())
 _GROUPS = f"select {_KEYS}, {_GROUP_VALUES} from {TRAJECTORIES} group by {_KEYS}"
+# A missing reward is stored as NaN, which SQL sorts above every number.
+_HELD_OUT = "(select * replace (case when not isnan(reward) then reward end as reward) from evaluations)"
 # True if the version that sampled each scored trajectory is known: then its log-probabilities are.
 _IS_SAMPLED = "coalesce(bool_and(policy_version_first >= 0) filter (reward is not null), true) as is_sampled"
 
@@ -146,16 +148,20 @@ class RunFrames:
             found.setdefault(step, set()).add(group)
         return found
 
-    def find_trajectories(self, field: str, condition: str, longest_s: float) -> pl.Series:
+    def find_trajectories(
+        self, field: str, condition: str, longest_s: float, *, evaluations: bool = False
+    ) -> pl.Series:
         """Return the ids of the trajectories that meet a condition in SQL; `field` names the condition in an error.
 
-        The condition has the columns of the view `trajectories`, may ask all views, and cannot read files. After `longest_s` seconds it
-        is ended.
+        The condition has the columns of the view `trajectories`, or with `evaluations` those of that data set, where a missing
+        reward is null. It may ask all views, and cannot read files. After `longest_s` seconds it is ended.
 
         Raises:
             ConfigError: it is no condition on these columns, or exceeds a limit; the remedy is one line.
         """
-        query = f"select trajectory_id from {TRAJECTORIES} where ({condition}\n)"
+        query = (
+            f"select trajectory_id from {_HELD_OUT if evaluations else TRAJECTORIES} where ({condition}\n)"
+        )
         try:
             check_condition(field, condition)
             found = self._run(field, condition, query, reads_files=False, longest_s=longest_s)

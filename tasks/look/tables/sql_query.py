@@ -101,7 +101,10 @@ def check_condition(field: str, given: str) -> None:
     try:
         statements = duckdb.extract_statements(f"select * from rows where ({given}\n)")
     except duckdb.Error as error:
-        raise ConfigError(field, given, str(error)) from error
+        # The parenthesis that follows the condition is ours, not the user's.
+        is_unfinished = 'at or near ")"' in str(error)
+        remedy = "something is missing at its end or before a )" if is_unfinished else str(error)
+        raise ConfigError(field, given, f"{remedy}; a condition is such as reward > 0.5") from error
     if len(statements) != 1:
         raise ConfigError(field, given, "give one condition, without semicolons")
 

@@ -180,23 +180,27 @@ def filter_trajectories(found: pl.DataFrame, selection: Selection) -> pl.DataFra
 
 
 def add_messages(folder: RunFolder, chosen: pl.DataFrame, *, is_held_out: bool) -> list[dict[str, Any]]:
-    """Return the chosen rows as dictionaries with their `messages`, and the last message's text as `answer`.
+    """Return the chosen rows as dictionaries with their `messages`, the last message's text as `answer`, and the `problem`'s id.
 
     No other conversations are read.
     """
-    messages: dict[str, str] = {}
-    names = ["trajectory_id", "messages"]
+    read_rows: dict[str, tuple[str, str]] = {}
+    names = ["trajectory_id", "messages", "example_id"]
     for step in chosen["step"].unique():
         ids = chosen.filter(pl.col("step") == step)["trajectory_id"].to_list()
         if is_held_out:
             table = read(folder, "evaluations", names, version=step)
         else:
             table = read_trajectories(folder, step, ids, names)
-        messages |= zip(table["trajectory_id"].to_pylist(), table["messages"].to_pylist(), strict=True)
+        ids, messages, problems = (table[name].to_pylist() for name in names)
+        read_rows |= zip(ids, zip(messages, problems, strict=True), strict=True)
     found = []
     for row in chosen.to_dicts():
-        conversation = json.loads(messages[row["trajectory_id"]])
+        messages_json, problem = read_rows[row["trajectory_id"]]
+        conversation = json.loads(messages_json)
         answer = str(conversation[-1]["content"]) if conversation else ""
         short = short_id(row["trajectory_id"])
-        found.append({"trajectory": short, **row, "answer": answer, "messages": conversation})
+        found.append(
+            {"trajectory": short, **row, "problem": problem, "answer": answer, "messages": conversation}
+        )
     return found

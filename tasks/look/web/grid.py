@@ -17,8 +17,14 @@ MOST_ROWS_SHOWN = 20
 WIDTHS = {
     "trajectory": 130,
     "group": 100,
-    "status": 110,
-    "env": 130,
+    "status": 100,
+    "env": 110,
+    # Those of a trajectory fit into 1280 pixels, with its error.
+    "step": 70,
+    "reward": 85,
+    "n_completion_tokens": 80,
+    "policy_version_last": 80,
+    "duration_s": 90,
     "answer": 340,
     "error": 300,
     "reason": 200,
@@ -28,7 +34,7 @@ WIDTHS = {
 USUAL_WIDTH = 100
 PINNED = ("trajectory", "group", "prompt")
 """Columns that stay fixed when the table is scrolled sideways."""
-UNSORTED = ("answer",)
+UNSORTED = ("answer", "problem")
 """Columns that are read only for the rows of the current page."""
 
 
@@ -113,7 +119,7 @@ def _column(column: Column, sort: str, link: str) -> dict[str, Any]:
         "cellRenderer": "Said",
     }
     if column.is_text:
-        known |= {"flex": 1, "minWidth": 160}
+        known |= {"flex": 1, "minWidth": 110 if column.name == "problem" else 140}
     if link:
         known |= {"cellRenderer": "Address", "cellRendererParams": {"address": link}}
         known |= {"pinned": "left"} if column.name in PINNED else {}

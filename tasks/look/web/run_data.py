@@ -319,7 +319,8 @@ class RunData:
     ) -> TablePage:
         """Return rows `start` to `stop` of the selected trajectories, newest step first unless the selection sorts them.
 
-        `text` is searched in conversations; `where` is a condition in SQL on the view `trajectories`, empty for none.
+        `text` is searched in conversations; `where` is a condition in SQL on the view `trajectories`, for held-out trajectories on the
+        data set `evaluations`; empty for none.
         """
         scorer = None
         if selection.evaluations:
@@ -332,8 +333,8 @@ class RunData:
             rows = self._read_sampled(selection, scorer)
         of, note = (selection, scorer), ""
         rows = self.derive(("selected", of), [rows], lambda: self._select(rows, selection))
-        if where and not selection.evaluations:
-            rows = self._filter(rows, of, scorer, where)
+        if where:
+            rows = self._filter(rows, selection, scorer, where)
         if text:
             rows, note = self.derive(
                 ("found", of, where, text),
@@ -351,16 +352,20 @@ class RunData:
                 row.pop("messages")
         return TablePage(page, len(rows), note)
 
-    def _filter(self, rows: pl.DataFrame, of: object, scorer: str | None, where: str) -> pl.DataFrame:
+    def _filter(
+        self, rows: pl.DataFrame, selection: Selection, scorer: str | None, where: str
+    ) -> pl.DataFrame:
         """Return the rows that meet a condition in SQL; raises ConfigError for what is none."""
-        frames = RunFrames([self.folder], scorer or "")
+        frames, evaluations = RunFrames([self.folder], scorer or ""), selection.evaluations
         ids = self.derive(
-            ("where", scorer, where),
+            ("where", evaluations, scorer, where),
             self.parts(),
-            lambda: frames.find_trajectories("where", where, LONGEST_S),
+            lambda: frames.find_trajectories("where", where, LONGEST_S, evaluations=evaluations),
         )
         made: pl.DataFrame = self.derive(
-            ("met", of, where), [rows, ids], lambda: rows.filter(pl.col("trajectory_id").is_in(ids.implode()))
+            ("met", selection, scorer, where),
+            [rows, ids],
+            lambda: rows.filter(pl.col("trajectory_id").is_in(ids.implode())),
         )
         return made
 

@@ -190,8 +190,8 @@ def summarize_pairs(rows: pl.DataFrame, a: str, b: str, noun: tuple[str, str]) -
         b: the same for `b`.
         noun: what a row is, and its plural if that is irregular.
 
-    Example: "48 trajectories in both; mean reward 0.544 by addition@1 and 0.571 by addition@2, difference 0.027 ± 0.012 (95 %); 12 higher by addition@2, 9
-    lower; rank correlation 0.31".
+    Example: "48 trajectories in both; mean reward 0.544 by addition@1 and 0.571 by addition@2, difference 0.027 ± 0.012 (95 %);
+    addition@2 is higher for 12, lower for 9; rank correlation 0.31".
     """
     both = rows.drop_nulls(["a", "b"])
     if both.is_empty():
@@ -203,4 +203,4 @@ def summarize_pairs(rows: pl.DataFrame, a: str, b: str, noun: tuple[str, str]) -
     correlation = "" if rank is None or math.isnan(rank) else f"; rank correlation {rank:z.2f}"
     better = both.filter(pl.col("difference") > 0).height
     worse = both.filter(pl.col("difference") < 0).height
-    return f"{count_noun(len(both), *noun)} in both; {means}; {better} higher {said} {b}, {worse} lower{correlation}"
+    return f"{count_noun(len(both), *noun)} in both; {means}; {b} is higher for {better}, lower for {worse}{correlation}"

@@ -29,6 +29,9 @@ class Table:
     filters: Sequence[str]
 
 
+_PLACE = next(place for place, column in enumerate(TRAJECTORY_COLUMNS) if column.name == "status")
+COLUMNS = (*TRAJECTORY_COLUMNS[:_PLACE], Column("problem", is_text=True), *TRAJECTORY_COLUMNS[_PLACE:])
+"""Of a table of trajectories: an answer can be judged with the id of its problem."""
 OF_TRAJECTORY = {"trajectory": f"{TRAJECTORY}{{value}}"}
 TABLES = {
     GROUPS: Table(
@@ -39,7 +42,7 @@ TABLES = {
     ),
     TRAJECTORIES: Table(
         "trajectories",
-        TRAJECTORY_COLUMNS,
+        COLUMNS,
         OF_TRAJECTORY,
         ("step", "group", "status", "env", "reward", "text", "scorer", "where"),
     ),
@@ -47,11 +50,11 @@ TABLES = {
         "held-out trajectories",
         [
             Column("step", header="version") if column.name == "step" else column
-            for column in TRAJECTORY_COLUMNS
+            for column in COLUMNS
             if column.name not in ("advantage", "policy_version_last")
         ],
         OF_TRAJECTORY,
-        ("step", "status", "env", "reward", "text"),
+        ("step", "status", "env", "reward", "text", "where"),
     ),
 }
 PLACEHOLDERS = {
