@@ -7,6 +7,7 @@ from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
 from rollmill.flows.environment_config import Environments, EvaluateConfig
+from rollmill.flows.executor_config import ExecutorConfig
 from rollmill.tasks.config import YEAR_S, StageConfig, setting
 from rollmill.tasks.observe.config import ObserveConfig
 from rollmill.tasks.rollout.config import RolloutConfig
@@ -69,7 +70,7 @@ GONE = {
     "rollout.collector_host": "one process collects a run",
     "rollout.collector_start_s": "one process collects a run",
     "rollout.collector_timeout_s": "one process collects a run",
-    "rollout.collectors": "one process collects a run",
+    "rollout.collectors": "one process collects a run, or Ray actors do (executor.kind)",
     "rollout.prompts.max_prompts": "give a file with the prompts to use, or train[:1000] as rollout.prompts.train_split of a Hugging Face data set",
     "sync.parity_threshold": "differences are compared with those of earlier syncs, and weights byte by byte",
 }
@@ -366,6 +367,7 @@ class RunConfig(FlowConfig):
     store: StoreConfig = setting(StoreConfig(), "The data sets.")
     observe: ObserveConfig = setting(ObserveConfig(), "What is measured and recorded.")
     start_model: StartModelConfig = setting(StartModelConfig(), "Recipe of a small start model, made here.")
+    executor: ExecutorConfig = setting(ExecutorConfig(), "Where groups are sampled and scored.")
     retrain: RetrainConfig = setting(RetrainConfig(), "Stored rollouts to train from.")
     environments: Environments = setting(
         (),

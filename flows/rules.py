@@ -8,6 +8,7 @@ from rollmill.flows.environments import environment_configs, list_altered, name_
 from rollmill.tasks.errors import ConfigError, show_value
 from rollmill.tasks.rollout.environment import ENVIRONMENTS, environment_library
 from rollmill.tasks.score.terms import SCORERS
+from rollmill.tasks.store.folders import S3_SCHEME
 from rollmill.tasks.store.run.immutable_settings import get_setting
 from rollmill.tasks.train.config import START_MODEL_POSITIONS, CheckpointConfig, TrainConfig
 from rollmill.tasks.train.setting_rules import HAS_RATIO, check_objective, check_offload
@@ -23,6 +24,7 @@ WITH_ARGUMENTS = {"agent", "nemo_gym", "openenv"}
 def check_config(config: RunConfig) -> None:
     """Refuse settings that contradict each other; ConfigError names the first."""
     _check_rules(config, _environments_rules(config))
+    _check_rules(config, _executor_rules(config))
     of_environment = (_model_rules, _rollout_rules, _overlong_rules, _reference_rules)
     for name, each in environment_configs(config).items():
         with name_environment(config, name):
@@ -160,6 +162,34 @@ def list_warnings(config: RunConfig) -> list[str]:
         f"{field} = {show_value(get_setting(values, field, None))}: {what}"
         for field, is_warned, what in warnings
         if is_warned
+    ]
+
+
+def _executor_rules(config: RunConfig) -> list[Rule]:
+    """Return the rules for what actors in other processes cannot do."""
+    is_remote = config.executor.kind == "ray" and not config.retrain.sources
+    return [
+        (
+            "store.root",
+            is_remote and config.store.root.startswith(S3_SCHEME),
+            "actors write to a folder that all machines of the cluster share, not to S3: give one, or set executor.kind=local",
+        ),
+        (
+            "train.kl.reference",
+            is_remote and config.train.kl.reference == "deployment",
+            "the flow has no tokens to ask a deployment for with executor.kind: ray; set it to frozen, or executor.kind=local",
+        ),
+        (
+            "serve.urls",
+            is_remote and bool(config.executor.address) and not config.serve.urls,
+            "actors on other machines reach no server that the run launches on this one: give the addresses of running servers, or no "
+            "executor.address",
+        ),
+        (
+            "executor.address",
+            bool(config.executor.address) and config.executor.kind == "local",
+            "is for executor.kind: ray: set that too",
+        ),
     ]
 
 

@@ -30,9 +30,10 @@ from rollmill.flows.environments import (
     group_shares,
     name_environment,
 )
+from rollmill.flows.executor_config import ExecutorConfig
 from rollmill.flows.recipe import download_model, start_model_folder
 from rollmill.flows.rules import check_sampling
-from rollmill.tasks.config import find_plugins, suggest
+from rollmill.tasks.config import check_extra, find_plugins, suggest
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.problem_weights import check_problem_weight
 from rollmill.tasks.look.tables.stored_groups import check_choice
@@ -112,6 +113,7 @@ def preflight(config: RunConfig, *, samples: bool = True, trains: bool = True) -
             _check_turns(environment, episode, tokenizer)
     check_store(config.store.root)
     check_sinks(config.observe)
+    _check_executor(config.executor)
     if trains:
         _check_trainer(config, syncs=samples)
     # After what costs less, since it starts an interpreter.
@@ -120,6 +122,12 @@ def preflight(config: RunConfig, *, samples: bool = True, trains: bool = True) -
     check_gpus(config, assign_run_gpus(config, samples=samples, trains=trains), read_gpus())
     # Last, since it may wait for services that are starting.
     asyncio.run(check_attached(config, samples=samples, trains=trains))
+
+
+def _check_executor(executor: ExecutorConfig) -> None:
+    """Raise ConfigError if the executor's library is missing."""
+    if executor.kind == "ray":
+        check_extra("executor.kind", executor.kind, "ray", "ray")
 
 
 def _check_trainer(config: RunConfig, *, syncs: bool) -> None:

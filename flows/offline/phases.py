@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from prefect.logging import get_run_logger
 
 from rollmill.flows.offline.stored_step import SampledStep
+from rollmill.flows.run.executor.local_executor import LocalExecutor
 from rollmill.flows.run.live_run import Run
 from rollmill.flows.step.lost_trajectories import FailureWatch
 from rollmill.flows.step.report import report_step, train_metrics
@@ -51,6 +52,8 @@ class StepPhases:
         n = sum(group.rollouts.num_rows for group in sampled.groups)
         failures = FailureWatch(sampled.step, n, ALL_FAIL, logger=get_run_logger)
         self._collection = StepCollection(run, sampled.step, failures)
+        local = LocalExecutor(run.id, run.config, run.environments, run.admission, run.store.writer)
+        self._rows = local.begin_step(sampled.step, failures.see)
         self._scores: dict[int, Rows] = {}
         self._outcomes: list[GroupOutcome] = []
         self._result: StepResult | None = None
@@ -101,9 +104,9 @@ class StepPhases:
         handed: list[Awaitable[None]] = []
         for place, trajectory in enumerate(column_values(group.rollouts, "trajectory_id")):
             if (routing := self._sampled.routing.get(str(trajectory))) is not None:
-                handed.append(self._collection.store_related("", "routing", routing))
+                handed.append(self._rows.store_related("", "routing", routing))
             row = group.rollouts.slice(place, 1)
-            handed.append(self._collection.store_rollouts(row))
+            handed.append(self._rows.store_rollouts(row))
             self._collection.failures.see(row)
         return handed
 
@@ -116,7 +119,7 @@ class StepPhases:
             scoring.by_group and not is_scorable_group(self._run.config, survivors)
         ):
             return
-        chunk = ScoreChunk(scoring, [survivors], self._sampled.step, self._collection.store_scores)
+        chunk = ScoreChunk(scoring, [survivors], self._sampled.step, self._rows.store_scores)
         scored = await chunk.score()
         await asyncio.gather(*scored.acknowledgements)
         self._scores[group.group] = scored.rows

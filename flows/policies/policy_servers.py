@@ -81,8 +81,7 @@ class PolicyServers:
         self._verified.pop(server, None)
         self.run.pool.remove(server.client)
         self.alarm(server).set()
-        # Closing its connections ends the requests under way; their senders then choose another server.
-        await server.client.close()
+        await self.run.pool.end_requests(server.client)
 
     def give_up(self, server: ServerService, reason: str, log_tail: str = "") -> None:
         """Remove a server from the run for good, and continue with the others.

@@ -161,6 +161,8 @@ class WeightSync(PolicyServers):
         for each in ready:
             self._verified.pop(each, None)
             self.run.pool.mark_unverified(each.client, str(version))
+        # Before a server has the new weights: what they sample may not be taken for verified in any process.
+        await self.run.pool.settle()
         async with (
             self._broadcast([each.client for each in ready], version) as broadcast,
             asyncio.TaskGroup() as group,
@@ -206,8 +208,9 @@ class WeightSync(PolicyServers):
     async def _reject(self, server: VllmClient, version: PolicyVersion) -> None:
         """Remove a server with wrong weights from the pool and end its requests, which other servers then answer."""
         self.run.pool.remove(server)
-        await server.close()
+        await self.run.pool.end_requests(server)
         self.run.pool.mark_unverified(server, str(version))
+        await self.run.pool.settle()
 
     # Sending
 

@@ -18,6 +18,9 @@ from rollmill.flows.prefect_integration.progress import RunProgress, quiet_task_
 from rollmill.flows.prefect_integration.recording import Recording
 from rollmill.flows.prefect_integration.task_runs import TaskRunRecorder, choose_task_runs
 from rollmill.flows.rules import describe_altered
+from rollmill.flows.run.executor.group_work import Executor
+from rollmill.flows.run.executor.local_executor import LocalExecutor
+from rollmill.flows.run.executor.ray_executor import SharedRun, open_ray_executor
 from rollmill.flows.run.folder import run_folder
 from rollmill.flows.run.lineage_events import send_lineage_events
 from rollmill.flows.run.problem_choice import ProblemChoice
@@ -96,6 +99,7 @@ class Run(TrainingRun):
         task_runs: runs rollout and score tasks, as task runs in Prefect or not.
         redo_failed: sample failed trajectories of unfinished steps again, and score again what the scorer failed on.
         recomputing: sends rollouts to the trainer for its log-probabilities; None with train.old_logprobs: sampler.
+        remote: samples and scores groups in other processes; None: this one does.
         problems: chooses the problem of each group.
         replay: chooses stored groups that steps train on again.
     """
@@ -106,6 +110,7 @@ class Run(TrainingRun):
     task_runs: TaskRunRecorder
     redo_failed: bool = False
     recomputing: LogprobRecomputation | None = None
+    remote: Executor | None = None
     problems: ProblemChoice = field(init=False)
     replay: ReplayChoice = field(init=False)
 
@@ -116,6 +121,13 @@ class Run(TrainingRun):
         score_of = {each.name: each.config.score for each in self.environments}
         replay = ReplayChoice(self.folder, self.config, self.scores_key, score_of)
         object.__setattr__(self, "replay", replay)
+
+    @property
+    def executor(self) -> Executor:
+        """What samples and scores the run's groups."""
+        return self.remote or LocalExecutor(
+            self.id, self.config, self.environments, self.admission, self.store.writer
+        )
 
     @property
     def shares(self) -> GroupShares:
@@ -288,16 +300,21 @@ async def open_run(
         environments = await open_environments(
             config, store.manifest.run, store.folder, tokenizer, pool, stack
         )
+        admission, remote = Admission(rollout.max_in_flight), None
+        if config.executor.kind == "ray" and not adds:
+            shared = SharedRun(config, store, pool, admission, environments[0].scoring.key)
+            remote = await stack.enter_async_context(open_ray_executor(shared, opened.model))
         run = Run(
             **{each.name: getattr(opened, each.name) for each in fields(opened)},
             environments=environments,
-            admission=Admission(rollout.max_in_flight),
+            admission=admission,
             pool=pool,
             task_runs=TaskRunRecorder(
                 choose_task_runs(config.observe, rollout.groups_per_step), opened.recording
             ),
             redo_failed=redo_failed,
             recomputing=(LogprobRecomputation() if config.train.old_logprobs == "trainer" else None),
+            remote=remote,
         )
         opening.end()
         try:

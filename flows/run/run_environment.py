@@ -1,26 +1,29 @@
 """One environment of an open run: its settings, the environment itself, its scorers, and what plays its episodes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 
 from rollmill.flows.config import RunConfig
 from rollmill.flows.environments import environment_configs, group_shares, name_environment
-from rollmill.tasks.observe.metrics import Metric
+from rollmill.tasks.observe.metrics import ALL, Metric
 from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
 from rollmill.tasks.rollout.completions import PoolSampler
 from rollmill.tasks.rollout.environment import Environment
 from rollmill.tasks.rollout.environment_calls import state_columns
 from rollmill.tasks.rollout.episode import EpisodePlayer
 from rollmill.tasks.rollout.prompt_limit import PromptLimit
-from rollmill.tasks.rollout.remote_environment import open_environment
+from rollmill.tasks.rollout.remote_environment import RemoteEnvironment, open_environment
 from rollmill.tasks.rollout.segment_builder import RowLimit
 from rollmill.tasks.rollout.trajectory_requests import check_prompts
 from rollmill.tasks.score.scoring import Scoring, combined_key
 from rollmill.tasks.serve.server_pool import ServerPool
 from rollmill.tasks.store.environment_states import check_stored_columns
 from rollmill.tasks.store.folders import RunFolder
+
+CUT_PROMPTS = "rollout/cut_prompts_so_far"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,11 @@ async def open_environments(
     tokenizer: ChatTokenizer,
     pool: ServerPool,
     stack: AsyncExitStack,
+    logs: Path | None = None,
 ) -> tuple[RunEnvironment, ...]:
     """Open all environments of a run, in the order of `environment_configs`, with their scorers; `stack` closes them.
+
+    `logs` is the folder of their worker processes' logs; None: that of the run.
 
     Raises:
         ConfigError: one does not fit the run's stored states, or has too few prompts.
@@ -59,10 +65,10 @@ async def open_environments(
     scorings = await _open_scorings(configs, run, stack)
     opened = []
     for at, (name, own) in enumerate(configs.items()):
-        logs = folder.logs / name
-        logs.mkdir(parents=True, exist_ok=True)
+        own_logs = (logs or folder.logs) / name
+        own_logs.mkdir(parents=True, exist_ok=True)
         with name_environment(config, name):
-            environment = await stack.enter_async_context(open_environment(own.rollout, logs=logs))
+            environment = await stack.enter_async_context(open_environment(own.rollout, logs=own_logs))
             check_stored_columns(folder, name or environment.name, state_columns(environment))
             check_prompts(environment, own.rollout, own.evaluate.n_prompts, shares.most_per_step(at))
             player = make_player(own, run, environment, tokenizer, pool)
@@ -118,11 +124,25 @@ def make_player(
     )
 
 
-def scoring_metrics(environments: Sequence[RunEnvironment]) -> list[Metric]:
-    """Return the load of all scorers since the last call: peaks are the largest of any, counts are added."""
-    merged: dict[tuple[str, str], Metric] = {}
+def environment_metrics(environments: Sequence[RunEnvironment]) -> list[Metric]:
+    """Return the load of all scorers since the last call, and the restarts of worker processes and cut prompts so far."""
     scorings = {id(each.scoring): each.scoring for each in environments}
-    for metric in chain.from_iterable(each.metrics() for each in scorings.values()):
+    metrics = list(chain.from_iterable(each.metrics() for each in scorings.values()))
+    remote = [each.environment for each in environments if isinstance(each.environment, RemoteEnvironment)]
+    if remote:
+        n_restarts = float(sum(each.restarts for each in remote))
+        metrics.append(Metric("rollout/env_restarts_so_far", ALL, "value", n_restarts))
+    limits = [each.player.prompt_limit for each in environments if each.player.prompt_limit]
+    n_cut = float(sum(each.n_cut for each in limits))
+    if n_cut or any(each.keeps_end for each in limits):
+        metrics.append(Metric(CUT_PROMPTS, ALL, "value", n_cut))
+    return merge_metrics(metrics)
+
+
+def merge_metrics(metrics: Iterable[Metric]) -> list[Metric]:
+    """Merge metrics of several processes or parts of one: of one name, peaks are the largest of any, counts are added."""
+    merged: dict[tuple[str, str], Metric] = {}
+    for metric in metrics:
         key = (metric.name, metric.stat)
         before = merged.get(key, metric)
         value = max(before.value, metric.value) if metric.stat == "max" else before.value + metric.value

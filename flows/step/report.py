@@ -12,7 +12,7 @@ from rollmill.flows.prefect_integration.links import flow_run_page
 from rollmill.flows.prefect_integration.private_prefect import release_finished_tasks
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.run.live_run import Run, TrainingRun
-from rollmill.flows.run.run_environment import scoring_metrics
+from rollmill.flows.run.run_environment import CUT_PROMPTS, environment_metrics, merge_metrics
 from rollmill.flows.step.lost_trajectories import StoredStepRows, drop_line, drop_metrics, find_drops
 from rollmill.flows.step.step_collection import CollectedStep
 from rollmill.tasks.look.tables.view import count_noun
@@ -21,7 +21,6 @@ from rollmill.tasks.observe.metrics import ALL, Metric
 from rollmill.tasks.observe.sinks.metric_sinks import make_points
 from rollmill.tasks.observe.spans import record_span, span
 from rollmill.tasks.observe.step_clock import StepClock
-from rollmill.tasks.rollout.remote_environment import RemoteEnvironment
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.group_draw import StoredGroup
 from rollmill.tasks.store.reader import scan
@@ -56,20 +55,14 @@ async def report_step(
         "observe/sink_failures_so_far": float(run.sinks.n_failures if run.sinks else 0),
         "store/compaction_failures_so_far": float(run.compactor.n_failed),
     }
-    remote = [
-        each.environment for each in run.environments if isinstance(each.environment, RemoteEnvironment)
-    ]
-    if remote:
-        values["rollout/env_restarts_so_far"] = float(sum(each.restarts for each in remote))
-    limits = [each.player.prompt_limit for each in run.environments if each.player.prompt_limit]
-    n_cut = sum(each.n_cut for each in limits)
-    cut = f"{n_cut} prompts cut so far" if n_cut else ""
-    if any(each.keeps_end for each in limits):
-        values["rollout/cut_prompts_so_far"] = float(n_cut)
+    services = merge_metrics(
+        [*environment_metrics(run.environments), *run.pool.metrics(), *await run.executor.end_step(step)]
+    )
+    n_cut = next((each.value for each in services if each.name == CUT_PROMPTS), 0.0)
+    cut = f"{n_cut:.0f} prompts cut so far" if n_cut else ""
     n_replayed = next((each.value for each in measured if each.name == "rollout/replayed_groups"), None)
     replayed = "" if n_replayed is None else f"{n_replayed:.0f} stored groups"
     own = [*measured, *(Metric(name, ALL, "value", value) for name, value in values.items())]
-    services = [*scoring_metrics(run.environments), *run.pool.metrics()]
     await store_step(run, step, [*metrics, *own, *services], clock)
     run.progress.step_done(
         step,

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 from prefect import task
@@ -21,23 +22,19 @@ from rollmill.flows.config import RunConfig
 from rollmill.flows.failure import one_error
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.prefect_integration.task_runs import RecordedWork
+from rollmill.flows.run.executor.group_work import GroupTask, GroupWork
 from rollmill.flows.run.live_run import Run
 from rollmill.flows.step.lost_trajectories import FailureWatch
 from rollmill.flows.step.step_groups import Refills, plan_groups, plan_ranges, store_group_outcomes
 from rollmill.tasks.errors import LongPromptError
 from rollmill.tasks.observe.spans import span, within
 from rollmill.tasks.rollout.admission import ROLLOUT, SlotTicket
-from rollmill.tasks.rollout.task import RolloutChunk, RolloutWork, SampledChunk, StepSampler, StoredChunk
-from rollmill.tasks.rollout.trajectory import TrajectoryRequest
-from rollmill.tasks.rollout.trajectory_requests import (
-    GROUP_TIMEOUT_RATIO,
-    group_deadline,
-    plan_group_requests,
-    split_chunks,
-)
+from rollmill.tasks.rollout.episode import Deadline
+from rollmill.tasks.rollout.task import RolloutWork, SampledChunk, StoredChunk
+from rollmill.tasks.rollout.trajectory_requests import GROUP_TIMEOUT_RATIO, group_deadline, split_chunks
 from rollmill.tasks.score.group_outcomes import GroupOutcome
 from rollmill.tasks.score.scoring import select_scorable
-from rollmill.tasks.score.task import ScoreChunk
+from rollmill.tasks.score.task import ScoreWork
 from rollmill.tasks.store.rows import Rows, column_values, concat_rows, sort_rows
 from rollmill.tasks.store.run.group_ranges import group_numbers
 from rollmill.tasks.store.run.step_plan import GroupPlan, plan_new_group
@@ -134,6 +131,7 @@ class StepCollection:
         recordings: waits for the groups' task runs in Prefect; None: each group waits for its own.
 
     Attributes:
+        work: what samples and scores the step's groups.
         outcomes: of the groups that are done, in the order in which they ended.
         begun_ns: when the last of its trajectories so far got its slot, by `time.perf_counter_ns`.
         ended_ns: when each group ended.
@@ -153,29 +151,12 @@ class StepCollection:
         self.outcomes: list[GroupOutcome] = []
         self.begun_ns = 0
         self.ended_ns: list[int] = []
-        self._samplers = {
-            each.name: StepSampler(
-                player=each.player,
-                admission=run.admission,
-                run=run.id,
-                step=step,
-                store_rollouts=self.store_rollouts,
-                store_related=partial(self.store_related, each.name),
-                keeps_routing=run.config.rollout.keep_routing,
-                on_lost=failures.see,
-                env=each.name,
-            )
-            for each in run.environments
-        }
+        self.work = run.executor.begin_step(step, failures.see)
 
     @property
     def drawn(self) -> Mapping[int, int]:
         """Index of each group's problem, by the group's number, of those groups whose problem was drawn by weight."""
         return self._refills.drawn if self._refills else {}
-
-    def sampler(self, group: int) -> StepSampler:
-        """Return what samples the trajectories of a group: that of its environment."""
-        return self._samplers[self.run.environment_of(group).name]
 
     def note_end(self, tickets: Sequence[SlotTicket]) -> None:
         """Record that a group has ended now, and when its trajectories got their slots."""
@@ -201,24 +182,6 @@ class StepCollection:
         ended = sorted(self.ended_ns)
         return max(self.begun_ns, ended[len(ended) // 2]) if ended else 0
 
-    def store_rollouts(self, rows: Rows) -> Awaitable[None]:
-        """Store rollouts; the result is done once they are stored."""
-        return self.run.store.writer.append("rollouts", rows, step=self.step)
-
-    def store_related(self, env: str, dataset: str, rows: Rows) -> Awaitable[None]:
-        """Store rows of another data set that belong to rollouts of an environment, such as `states`.
-
-        The result is done once they are stored.
-        """
-        partition = {"env": env} if dataset == "states" else {}
-        return self.run.store.writer.append(dataset, rows, **partition, step=self.step)
-
-    def store_scores(self, rows: Rows) -> Awaitable[None]:
-        """Store scores, and count the failures among them; the result is done once they are stored."""
-        stored = self.run.store.writer.append("scores", rows, scorer=self.run.scores_key, step=self.step)
-        self.failures.see(rows)
-        return stored
-
 
 class GroupCollection:
     """Samples, scores and stores one group of a step, without repeating what its plan says is stored."""
@@ -227,7 +190,9 @@ class GroupCollection:
         self._run, self._step, self._group = collection.run, collection.step, plan.group
         self._collection, self._plan = collection, plan
         self._environment = collection.run.environment_of(plan.group)
-        self._rollouts, self._scores = [plan.rollouts], [plan.scores]
+        # Rows of the group, in the columns that its executor returns.
+        self._rollouts: list[Rows] = []
+        self._scores: list[Rows] = []
         # The rollouts that are done, which a group's score follows in Prefect's graph.
         self._rolled: list[RecordedWork[SampledChunk]] = []
         self._acknowledgements: list[Awaitable[None]] = []
@@ -238,30 +203,31 @@ class GroupCollection:
         """Sample and score what is missing of the group, wait until it is stored, and compute its advantages."""
         run, by_group = self._run, self._environment.scoring.by_group
         with within(lane=str(self._group)):
-            with span("environment"):
-                requests = await self._plan_requests()
+            work = await self._collection.work.open_group(self._task)
+            self._rollouts, self._scores = [work.trim(self._plan.rollouts)], [work.trim(self._plan.scores)]
             self._recompute_logprobs(self._plan.rollouts)
             unscored = select_scorable(self._plan.to_score).num_rows
             stored = select_scorable(self._plan.rollouts if by_group else self._plan.to_score)
-            with run.admission.request_slots(len(requests), (self._step, ROLLOUT)) as tickets:
+            attempts = self._plan.to_sample
+            with run.admission.request_slots(len(attempts), (self._step, ROLLOUT)) as tickets:
                 if tickets:
                     await tickets[0].wait()
-                started, chunks = time.perf_counter(), self._split(requests, tickets)
+                started, chunks = time.perf_counter(), self._split(work, tickets)
                 if stored.num_rows:
                     # Prefect draws no edge from another flow run's task, so a resumed run has a rollout task for stored rollouts.
-                    chunks.append(StoredChunk(stored))
+                    chunks.append(GroupChunk(StoredChunk(work.trim(stored))))
                 try:
-                    if requests or unscored:
+                    if attempts or unscored:
                         await run.recording.hold_back()
                         async with run.task_runs.watch_group(self._step, self._group, self._summaries):
                             async with asyncio.TaskGroup() as fan_out:
                                 for number, chunk in enumerate(chunks):
                                     label = f"{self._group}.{number}" if len(chunks) > 1 else str(self._group)
-                                    fan_out.create_task(self.rollout_then_score(chunk, label))
+                                    fan_out.create_task(self.rollout_then_score(work, chunk, label))
                                     # Prefect's work for a task run blocks the event loop: others run in between.
                                     await asyncio.sleep(0)
                             if by_group:
-                                await self._score_group()
+                                await self._score_group(work)
                             with span("storing"):
                                 await asyncio.gather(*self._acknowledgements)
                     outcomes = await self._store_outcomes(time.perf_counter() - started)
@@ -269,35 +235,41 @@ class GroupCollection:
                     self._collection.note_end(tickets)
             await self._collection.add_outcomes(outcomes)
 
-    def _split(
-        self, requests: Sequence[TrajectoryRequest], tickets: Sequence[SlotTicket]
-    ) -> list[RolloutWork]:
-        """Split the group's requests and slots into one chunk for each rollout task, and start the group's time limit."""
+    @property
+    def _task(self) -> GroupTask:
+        attempts = tuple(self._plan.to_sample)
+        index = self._run.problems.index(self._group, self._collection.drawn) if attempts else None
+        return GroupTask(self._step, self._group, index, attempts)
+
+    def _split(self, work: GroupWork, tickets: Sequence[SlotTicket]) -> list["GroupChunk"]:
+        """Split what is to be sampled, and the slots, into one chunk for each rollout task, and start the group's time limit."""
         config = self._environment.config.rollout
         deadline = group_deadline(GROUP_TIMEOUT_RATIO * config.trajectory_timeout_s)
         size = config.trajectories_per_task
-        parts = zip(split_chunks(requests, size), split_chunks(tickets, size), strict=True)
-        sampler = self._collection.sampler(self._group)
-        return [RolloutChunk(sampler, work, granted, deadline) for work, granted in parts]
+        parts = zip(split_chunks(self._plan.to_sample, size), split_chunks(tickets, size), strict=True)
+        return [
+            GroupChunk(work.rollout(attempts, granted, deadline), granted[0], deadline)
+            for attempts, granted in parts
+        ]
 
-    async def rollout_then_score(self, chunk: RolloutWork, label: str) -> None:
+    async def rollout_then_score(self, work: GroupWork, chunk: "GroupChunk", label: str) -> None:
         """Sample a chunk of the group once its first trajectory has a slot, and score it as soon as it is sampled.
 
         A scorer of whole groups is left to `_score_group`.
         """
         run, recorder = self._run, self._run.task_runs
         with within(lane=label.replace(".", "/")):
-            if is_new := isinstance(chunk, RolloutChunk):
+            if chunk.ticket is not None and chunk.deadline is not None:
                 # A chunk whose group ends before it has a slot is sampled all the same: its rows are stored as cancelled.
                 with suppress(TimeoutError):
-                    await chunk.tickets[0].wait(chunk.deadline.at)
-            async with recorder.rollout(chunk, self._step, label, self._collection.recordings) as rolled:
+                    await chunk.ticket.wait(chunk.deadline.at)
+            async with recorder.rollout(chunk.work, self._step, label, self._collection.recordings) as rolled:
                 sampled = rolled.done(await rolled.work())
             self._rolled.append(rolled)
             self._summaries[f"rollout {label}"] = sampled.summary
             rollouts = select_scorable(sampled.rows)
             async with asyncio.TaskGroup() as concurrent:
-                if is_new:
+                if chunk.ticket is not None:
                     self._rollouts.append(sampled.rows)
                     self._acknowledgements += sampled.acknowledgements
                     if run.reference is not None:
@@ -305,9 +277,9 @@ class GroupCollection:
                     if run.recomputing is not None:
                         concurrent.create_task(self._recompute_once_stored(sampled))
                 if rollouts.num_rows and not self._environment.scoring.by_group:
-                    await self._score(rollouts, label, after=[rolled])
+                    await self._score(work.score(rollouts), label, after=[rolled])
 
-    async def _score_group(self) -> None:
+    async def _score_group(self, work: GroupWork) -> None:
         """Score the group's survivors in one call, in the order of their sample numbers.
 
         Nothing is scored if the group has scores, or if it is incomplete and the scorer needs whole groups.
@@ -317,14 +289,12 @@ class GroupCollection:
         if concat_rows(*self._scores).num_rows or not survivors.num_rows:
             return
         if is_scorable_group(self._run.config, survivors):
-            await self._score(survivors, str(self._group), after=self._rolled)
+            await self._score(work.score(survivors), str(self._group), after=self._rolled)
 
-    async def _score(self, rollouts: Rows, label: str, after: Sequence[RecordedWork[SampledChunk]]) -> None:
+    async def _score(self, chunk: ScoreWork, label: str, after: Sequence[RecordedWork[SampledChunk]]) -> None:
         """Score rollouts in one score task, which follows the rollout tasks `after`."""
-        collection = self._collection
-        chunk = ScoreChunk(self._environment.scoring, [rollouts], self._step, collection.store_scores)
-        recorder = self._run.task_runs
-        async with recorder.score(chunk, self._step, label, collection.recordings, after) as scoring:
+        recorder, recordings = self._run.task_runs, self._collection.recordings
+        async with recorder.score(chunk, self._step, label, recordings, after) as scoring:
             scored = scoring.done(await scoring.work())
         self._summaries[f"score {label}"] = scored.summary
         self._scores.append(scored.rows)
@@ -346,21 +316,14 @@ class GroupCollection:
         rows = concat_rows(*self._rollouts), concat_rows(*self._scores)
         return await store_group_outcomes(self._run, self._step, self._plan, *rows, duration_s)
 
-    async def _plan_requests(self) -> list[TrajectoryRequest]:
-        """Fetch the group's problem from the environment, and return a request for each trajectory that is to be sampled."""
-        config = self._environment.config
-        if not self._plan.to_sample:
-            return []
-        return await plan_group_requests(
-            self._environment.environment,
-            run=self._run.id,
-            seed=config.seed,
-            group=self._group,
-            index=self._run.problems.index(self._group, self._collection.drawn),
-            attempts=self._plan.to_sample,
-            temperature=config.rollout.temperature,
-            timeout_s=config.rollout.trajectory_timeout_s,
-        )
+
+@dataclass(frozen=True, slots=True)
+class GroupChunk:
+    """A chunk of a group: its rollout work, with the ticket of its first trajectory and the group's deadline if it is to be sampled."""
+
+    work: RolloutWork
+    ticket: SlotTicket | None = None
+    deadline: Deadline | None = None
 
 
 def is_scorable_group(config: RunConfig, survivors: Rows) -> bool:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Literal, NamedTuple, Protocol
 
 from rollmill.tasks.errors import ConnectionLostError, TransientRequestError
 from rollmill.tasks.observe.metrics import ALL, Metric
@@ -22,10 +23,13 @@ class Occupancy:
         address: address of the server, and name of the process that the spans are recorded under.
         recorder: stores the spans.
         is_admitted: returns True while the server may receive requests.
+        client: whose requests they are; empty: those of the recorder's process.
     """
 
-    def __init__(self, address: str, recorder: Recorder, is_admitted: Callable[[], bool]) -> None:
-        self._lane = recorder.foreign_lane(address, f"requests of {recorder.process}")
+    def __init__(
+        self, address: str, recorder: Recorder, is_admitted: Callable[[], bool], client: str = ""
+    ) -> None:
+        self._lane = recorder.foreign_lane(address, f"requests of {client or recorder.process}")
         self._recorder, self._is_admitted = recorder, is_admitted
         self._n_requests = 0
         self._now = WaitSpan(IDLE, self._lane, self._idle_for)
@@ -60,6 +64,31 @@ class Occupancy:
         return self._recorder.step_does if self._is_admitted() else "not in the pool"
 
 
+class ServerChange(NamedTuple):
+    """One change of a pool, for the pools of other processes.
+
+    Attributes:
+        url: of the server.
+        api_key: of the server; empty: none.
+        version: of unverified weights.
+    """
+
+    kind: Literal["admit", "mark_unverified", "reject", "remove", "end_requests"]
+    url: str
+    api_key: str
+    version: str = ""
+
+
+class PoolMirror(Protocol):
+    """The pools of other processes, which have the same servers."""
+
+    def change(self, change: ServerChange) -> None:
+        """Begin to make a change there, after those before it."""
+
+    async def settle(self) -> None:
+        """Wait until all changes so far are made."""
+
+
 class ServerPool:
     """The vLLM servers that may receive requests; each group of trajectories keeps one of them.
 
@@ -68,9 +97,16 @@ class ServerPool:
 
     All servers serve the policy. While the pool is empty, requests wait until a server's watcher admits a server again or ends
     the run.
+
+    Args:
+        client: name of what sends the requests, in spans; empty: that of the process.
+
+    Attributes:
+        mirror: pools of other processes that follow this one; None without any.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, client: str = "") -> None:
+        self._client = client
         self._outstanding_tokens: Counter[VllmClient] = Counter()
         self._admitted: set[VllmClient] = set()
         self._server_of_group: dict[int, VllmClient] = {}
@@ -82,16 +118,46 @@ class ServerPool:
         self._occupancies: dict[VllmClient, Occupancy] = {}
         self._counts: Counter[str] = Counter()
         self._max_outstanding = 0
+        self.mirror: PoolMirror | None = None
+
+    @property
+    def changes(self) -> list[ServerChange]:
+        """The changes that make an empty pool like this one."""
+        unverified = [
+            ServerChange("mark_unverified", each.url, each.api_key, version)
+            for each, (version, _) in self._unverified.items()
+        ]
+        return [ServerChange("admit", each.url, each.api_key) for each in self._admitted] + unverified
+
+    def _mirror(
+        self,
+        kind: Literal["admit", "mark_unverified", "reject", "remove", "end_requests"],
+        server: VllmClient,
+        version: str = "",
+    ) -> None:
+        if self.mirror is not None:
+            self.mirror.change(ServerChange(kind, server.url, server.api_key, version))
+
+    async def settle(self) -> None:
+        """Wait until the pools of other processes have all changes so far."""
+        if self.mirror is not None:
+            await self.mirror.settle()
+
+    async def end_requests(self, server: VllmClient) -> None:
+        """Close the connections to a server, so that requests under way end; their senders then choose another server."""
+        self._mirror("end_requests", server)
+        await server.close()
 
     def admit(self, server: VllmClient) -> None:
         """Let a server whose weights are verified receive requests."""
+        self._mirror("admit", server)
         self._admitted.add(server)
         self._is_open.set()
         if occupancy := self._occupancies.get(server):
             occupancy.look()
         elif lane := current_lane():
             is_admitted = partial(self._admitted.__contains__, server)
-            self._occupancies[server] = Occupancy(server.url, lane.recorder, is_admitted)
+            self._occupancies[server] = Occupancy(server.url, lane.recorder, is_admitted, self._client)
         if unverified := self._unverified.pop(server, None):
             _decide(unverified, is_right=True)
 
@@ -102,11 +168,13 @@ class ServerPool:
         its weights are rejected.
         """
         self.reject(server)
+        self._mirror("mark_unverified", server, version)
         self._unverified[server] = version, asyncio.get_running_loop().create_future()
 
     def reject(self, server: VllmClient) -> None:
         """Declare the unverified weights of a server wrong: responses with them fail."""
         if unverified := self._unverified.get(server):
+            self._mirror("reject", server)
             _decide(unverified, is_right=False)
 
     async def require_verified(self, server: VllmClient, versions: Collection[str]) -> None:
@@ -133,6 +201,7 @@ class ServerPool:
         self.reject(server)
         if server not in self._admitted:
             return
+        self._mirror("remove", server)
         self._counts["removals"] += 1
         self._admitted.discard(server)
         if occupancy := self._occupancies.get(server):
@@ -153,6 +222,14 @@ class ServerPool:
         if isinstance(error, ConnectionLostError) or self.is_suspect(server):
             self.remove(server)
         self.alarm(server).set()
+
+    def take_alarm(self, url: str, *, is_out: bool) -> None:
+        """Have a server's watcher check it, since requests of another process failed; `is_out`: so that it is removed and suspect."""
+        for server in [each for each in {*self._alarms, *self._admitted} if each.url == url]:
+            if is_out:
+                self._failures_in_a_row[server] = server.max_failures_in_a_row
+                self.remove(server)
+            self.alarm(server).set()
 
     def note_success(self, server: VllmClient) -> None:
         """Reset the count of a server's failed requests in a row."""

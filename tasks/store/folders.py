@@ -111,6 +111,11 @@ class RunFolder:
         return self.local / "lock"
 
     @property
+    def writers(self) -> Path:
+        """Folder of the files that further processes which write to a run keep locked."""
+        return self.local / "writers"
+
+    @property
     def tmp(self) -> Path:
         """Folder of staged files; emptied when the run is opened for writing."""
         return self.local / ".tmp"

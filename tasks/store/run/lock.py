@@ -7,6 +7,7 @@ import os
 import socket
 import time
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -140,22 +141,56 @@ def is_written_to(folder: RunFolder) -> bool:
     return False
 
 
+def lock_writer(folder: RunFolder, name: str, timeout_s: float = LOCK_TIMEOUT_S) -> RunLock:
+    """Lock the file RUN/writers/NAME for a process that writes to a run which another process has locked.
+
+    Raises:
+        RunLockedError: a process of that name still lives after `timeout_s`.
+        ConfigError, StoreError: as for `lock_run`.
+    """
+    lock = FolderLock.acquire(folder, folder.location, timeout_s, folder.writers / name)
+    _held_locks.add(lock)
+    return lock
+
+
+def await_writers(folder: RunFolder, names: Iterable[str] = (), timeout_s: float = LOCK_TIMEOUT_S) -> None:
+    """Wait until these processes with a lock of `lock_writer` have ended; no name: all of them. Their files are removed.
+
+    Call it once none of them can start any more: by its run's lock, and an epoch in run.json that is not theirs.
+
+    Raises:
+        RunLockedError: one still lives after `timeout_s`; it would store rows that others make meanwhile.
+    """
+    if not folder.is_local or not folder.writers.is_dir():
+        return
+    for path in [folder.writers / name for name in names] or sorted(folder.writers.iterdir()):
+        if path.exists():
+            FolderLock.acquire(folder, folder.location, timeout_s, path).release()
+            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        # Others may have files in it.
+        folder.writers.rmdir()
+
+
 class FolderLock:
-    """An exclusive flock on RUN/lock, held until it is released or the process ends, killed included."""
+    """An exclusive flock on RUN/lock, or on a file of RUN/writers, held until it is released or the process ends, killed included."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     @classmethod
-    def acquire(cls, folder: RunFolder, root: str, timeout_s: float) -> Self:
-        """Create the run's folder if needed, and lock it; errors and `timeout_s` as for `lock_run`, which name the setting store.root."""
+    def acquire(cls, folder: RunFolder, root: str, timeout_s: float, path: Path | None = None) -> Self:
+        """Create the run's folder if needed, and lock it; errors and `timeout_s` as for `lock_run`, which name the setting store.root.
+
+        `path` is the file to lock; None: RUN/lock.
+        """
         try:
-            folder.local.mkdir(parents=True, exist_ok=True)
+            (path or folder.lock).parent.mkdir(parents=True, exist_ok=True)
             with contextlib.ExitStack() as on_failure:
                 # Whoever can read a file can lock it.
-                descriptor = os.open(folder.lock, os.O_RDWR | os.O_CREAT, 0o600)
+                descriptor = os.open(path or folder.lock, os.O_RDWR | os.O_CREAT, 0o600)
                 on_failure.callback(os.close, descriptor)
-                _wait_for_lock(descriptor, folder, timeout_s)
+                _wait_for_lock(descriptor, path or folder.lock, folder, timeout_s)
                 # For the error of a process that finds the run locked; the lock itself is the kernel's.
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, LockHolder.this_process().model_dump_json().encode(), 0)
@@ -205,7 +240,7 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
-def _wait_for_lock(descriptor: int, folder: RunFolder, timeout_s: float) -> None:
+def _wait_for_lock(descriptor: int, path: Path, folder: RunFolder, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -215,7 +250,7 @@ def _wait_for_lock(descriptor: int, folder: RunFolder, timeout_s: float) -> None
                 holder = "an unknown process"
                 with contextlib.suppress(OSError, ValueError):
                     # It has not written its name yet.
-                    holder = str(LockHolder.model_validate_json(folder.lock.read_text()))
+                    holder = str(LockHolder.model_validate_json(path.read_text()))
                 raise RunLockedError(
                     f"{folder.location} is being written to by {holder}; end that one first, "
                     "or give another name to begin a new run"

@@ -12,7 +12,7 @@ from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.filesystem import Files, open_files
 from rollmill.tasks.store.folders import PARTITION_KEYS, RunFolder
 from rollmill.tasks.store.run.immutable_settings import check_immutable, list_changes
-from rollmill.tasks.store.run.lock import RunLock, lock_run
+from rollmill.tasks.store.run.lock import RunLock, await_writers, lock_run
 from rollmill.tasks.store.run.manifest import (
     Manifest,
     TrainingSource,
@@ -106,6 +106,8 @@ class OpenRun:
             else:
                 manifest = _begin_manifest(folder, now | {"trains": trains})
             write_manifest(files, manifest, stored)
+            # Only now: one that starts later finds another epoch in run.json, and ends.
+            await_writers(folder)
         except Exception:
             lock.release()
             raise
@@ -128,6 +130,7 @@ class OpenRun:
             stored = read_manifest(folder)
             manifest = replace(stored, epoch=stored.epoch + 1)
             write_manifest(files, manifest, stored)
+            await_writers(folder)
         except Exception:
             lock.release()
             raise

@@ -89,9 +89,9 @@ class Inventory:
         self._notes: list[ShardEvent] = []
         self._lock = threading.Lock()
 
-    def find(self) -> None:
-        """Add the shards that earlier writers did not record; reads the inventory and lists every shard."""
-        self.add(list_unrecorded_shards(self._folder))
+    def find(self) -> Sequence[ShardEvent]:
+        """Return the shards that other writers did not record; reads the inventory and lists every shard."""
+        return list_unrecorded_shards(self._folder)
 
     def add(self, notes: Iterable[ShardEvent]) -> None:
         """Add events to be recorded."""
@@ -119,3 +119,21 @@ def _is_inventory_shard(note: ShardEvent) -> bool:
     """Return True for the event of a small shard of the inventory, False for a compacted one or another shard."""
     name = ShardName.of(note.shard)
     return note.shard.startswith(f"{INVENTORY}/") and name is not None and not name.is_compacted
+
+
+class ForwardedInventory(Inventory):
+    """Events of the shards of a process that writes to another's run: that process records them, see `forward`."""
+
+    def find(self) -> Sequence[ShardEvent]:
+        """Return nothing: what killed writers stored is recorded by the process that holds the run's lock."""
+        return ()
+
+    def take(self) -> list[ShardEvent]:
+        """Return nothing to record here."""
+        return []
+
+    def forward(self) -> list[ShardEvent]:
+        """Remove and return the events, which the process that holds the run's lock is to record."""
+        with self._lock:
+            notes, self._notes = self._notes, []
+        return notes

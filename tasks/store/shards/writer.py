@@ -92,11 +92,20 @@ PendingByFolder: TypeAlias = dict[str, list[PendingRows]]
 class RunWriter:
     """Appends rows to the data sets of one run; used from one event loop, as an async context manager.
 
-    Leaving the context stores everything that was appended, also when an error or a cancellation ends it.
+    Leaving the context stores everything that was appended, also when an error or a cancellation ends it. Its commits are spans of the
+    lane `lane`.
     """
 
-    def __init__(self, files: Files, epoch: int, flush_s: float, inventory: Inventory | None = None) -> None:
+    def __init__(
+        self,
+        files: Files,
+        epoch: int,
+        flush_s: float,
+        inventory: Inventory | None = None,
+        lane: str = "writer",
+    ) -> None:
         self._files, self._epoch, self._flush_s, self._inventory = files, epoch, flush_s, inventory
+        self._lane_name = lane
         self._gathered: PendingByFolder = {}
         self._lane: Lane | None = None
         self._unsettled: set[asyncio.Future[None]] = set()
@@ -112,7 +121,7 @@ class RunWriter:
         if self._inventory is not None:
             # What a killed writer stored is recorded before anything new is.
             try:
-                await asyncio.get_running_loop().run_in_executor(self._thread, self._inventory.find)
+                await self.find_unrecorded()
                 await self.note()
             except BaseException:
                 self._close()
@@ -138,7 +147,7 @@ class RunWriter:
         acknowledgement: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._unsettled.add(acknowledgement)
         if not self._gathered and (lane := current_lane()) is not None:
-            self._lane = lane.sibling("writer")
+            self._lane = lane.sibling(self._lane_name)
         self._gathered.setdefault(folder, []).append(PendingRows(rows, acknowledgement))
         self._set_timer()
         # Shielded: a caller that is cancelled must not cancel the future that the commit completes.
@@ -155,6 +164,30 @@ class RunWriter:
         self._is_urgent = True
         self._commit()
         await stored
+
+    @property
+    def n_shards(self) -> int:
+        """Number that the writer's next shard gets."""
+        return self._n_shards
+
+    def count_from(self, number: int) -> None:
+        """Give later shards numbers of at least `number`, so that they sort after those of other processes of the run's epoch."""
+        self._n_shards = max(self._n_shards, number)
+
+    def note_written(self, events: Iterable[ShardEvent]) -> None:
+        """Register shards that another process of the run's epoch has written, for the next call of `note`; later shards sort after them."""
+        events = list(events)
+        self._note(events)
+        names = (ShardName.of(each.shard) for each in events)
+        self.count_from(
+            max((name.number + 1 for name in names if name and name.epoch == self._epoch), default=0)
+        )
+
+    async def find_unrecorded(self) -> None:
+        """Register the shards of killed writers, which the inventory lacks, as `note_written` does; raises ShardError if it cannot be read."""
+        if self._inventory is not None:
+            find = self._inventory.find
+            self.note_written(await asyncio.get_running_loop().run_in_executor(self._thread, find))
 
     @property
     def n_waiting(self) -> int:
