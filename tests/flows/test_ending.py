@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollmill.flows.prefect_integration import local_server
-from rollmill.flows.prefect_integration.prefect_api import SHORT_RETRIES
+from rollmill.flows.prefect_integration.prefect_api import QUIET_TERMINAL, SHORT_RETRIES
 from rollmill.tasks.processes.launched_process import free_port
 
 pytestmark = pytest.mark.service
@@ -106,3 +106,21 @@ def test_a_thread_that_an_environment_left_running_does_not_keep_a_refused_comma
     )
     assert ended.returncode == 2
     assert "rollout.environment = 'planted_thread:Sleeps'" in ended.stderr
+
+
+def test_what_prefect_logs_of_a_dead_server_is_not_printed() -> None:
+    lines = (
+        "import logging, prefect",
+        "from prefect.logging.configuration import setup_logging",
+        "setup_logging()",
+        "logging.getLogger('prefect._internal.concurrency').error('an event that was not sent')",
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        env=os.environ | QUIET_TERMINAL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "an event that was not sent" not in ended.stdout + ended.stderr
