@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from rollmill.tasks.config import suggest
 from rollmill.tasks.errors import ConfigError
 
 PRESETS = Path("conf")
@@ -165,7 +166,10 @@ def _find_preset(part: str) -> Path:
         if path.is_file():
             return path
     presets, algorithms = _names(PRESETS, BUILT_IN), _names(*_ALGORITHM_FOLDERS)
-    remedy = f"there is no file {paths[0]}; presets are: {presets}; algorithms to add to a preset with +: {algorithms}"
+    remedy = (
+        f"there is no file {paths[0]}; presets are: {presets}; algorithms to add to a preset with +: {algorithms}"
+        f"{suggest(part, (*presets.split(', '), *algorithms.split(', ')))}"
+    )
     raise ConfigError("preset", part, remedy)
 
 

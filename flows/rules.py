@@ -212,7 +212,8 @@ def _model_rules(config: RunConfig) -> list[Rule]:
         (
             "model",
             bool(config.model) == is_made,
-            "give the start model's folder, or have one made by start_model.steps=900, but not both",
+            "give a folder or a name on the Hugging Face hub, or start_model.steps=900 for a tiny model that the run trains first; "
+            "not both",
         ),
         (
             "serve.max_model_len",

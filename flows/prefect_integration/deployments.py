@@ -148,4 +148,5 @@ def _prefect(*words: str) -> None:
     )
     if done.returncode:
         tail = "\n".join(done.stdout.splitlines()[-LAST_LINES:])
-        raise ServiceError("Prefect", f"`prefect {' '.join(words)}` failed", tail)
+        reason = f"`prefect {' '.join(words)}` failed; if its server was too busy (status 503), run the command again"
+        raise ServiceError("Prefect", reason, tail)

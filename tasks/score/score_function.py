@@ -78,6 +78,7 @@ def describe_function(owner: Any, name: str) -> ScoreFunction:
     call = getattr(owner, "score", owner)
     if not callable(call):
         raise TypeError("expected a function, or a class or object with a method `score`")
+    _check_arguments(call)
     return ScoreFunction(
         name=str(getattr(owner, "name", name)),
         version=str(getattr(owner, "version", DEFAULT_VERSION)),
@@ -89,6 +90,19 @@ def describe_function(owner: Any, name: str) -> ScoreFunction:
         owner=owner,
         keeps_state=getattr(owner, "keeps_state", None),
     )
+
+
+def _check_arguments(call: Callable[..., Any]) -> None:
+    """Raise TypeError if a scorer cannot be called with one argument, its candidate or candidates."""
+    try:
+        signature = inspect.signature(call)
+    except (TypeError, ValueError):
+        # What is written in C need not say what it takes; then its first call does.
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise TypeError(f"it is called with one argument, what it scores: {error}") from error
 
 
 def settings_version(what: Sequence[object]) -> str:

@@ -29,7 +29,7 @@ def test_a_model_prompts_and_a_scorer_make_a_run() -> None:
 @pytest.mark.parametrize(
     ("left_out", "remedy"),
     [
-        ("model", "give the start model's folder"),
+        ("model", "give a folder or a name on the Hugging Face hub"),
         ("rollout.prompts.path", "give the file, folder or name of a data set with prompts"),
         ("score.scorer", "name the scorer that gives rewards: .*math"),
     ],

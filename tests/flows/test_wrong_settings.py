@@ -174,6 +174,10 @@ def test_contradictions_are_refused_with_what_to_change(settings: list[str], mes
         (["sync.host=nosuch.invalid"], r"sync\.host = 'nosuch\.invalid': it is no address of this machine"),
         (["sync.host="], r"sync\.host = '': give one address"),
         (["sync.host=0.0.0.0"], r"sync\.host = '0\.0\.0\.0': give one address"),
+        (
+            ["score.scorer=math:pow"],
+            r"score\.scorer = 'math:pow': .* called with one argument, what it scores: missing a required argument: 'y'",
+        ),
         (["score.scorer=calcualtor"], r"score\.scorer = 'calcualtor': .* did you mean calculator\?"),
     ],
 )

@@ -21,12 +21,14 @@ def edit_manifest(folder: RunFolder, **values: object) -> None:
 def test_runs_are_listed_newest_first_with_their_states(small_run: RunFolder, tmp_path: Path) -> None:
     root = tmp_path / "listed"
     names = ("done", "held", "left", "wrong")
+    failed_step = "batches/step=000002"
     folders = {name: RunFolder(root / name) for name in names}
     for number, name in enumerate(names):
         shutil.copytree(small_run.local, folders[name].local)
         status = "finished" if name == "done" else "running"
         edit_manifest(folders[name], status=status, created_at=f"2026-11-0{number + 1}T10:20:30+00:00")
     (folders["wrong"].local / "run.json").write_text("{")
+    shutil.rmtree(folders["left"].local / failed_step)
     lock = lock_run(folders["held"], StoreConfig(root=str(root)))
     try:
         view = make_runs_view(str(root))
@@ -34,7 +36,7 @@ def test_runs_are_listed_newest_first_with_their_states(small_run: RunFolder, tm
         lock.release()
     shown = [(row["run"], row["state"], row["steps"], row["greedy_accuracy"]) for row in view.rows]
     assert shown == [
-        ("left", "stopped", 3, 1.0),
+        ("left", "stopped", 2, 1.0),
         ("held", "running", 3, 1.0),
         ("done", "finished", 3, 1.0),
         ("wrong", "unreadable", None, None),

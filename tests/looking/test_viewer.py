@@ -12,7 +12,7 @@ import pytest
 from flask.testing import FlaskClient
 
 from rollmill.flows.recipe import run_tokenizer
-from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.errors import ConfigError, StoreError
 from rollmill.tasks.look.tables import sql_query
 from rollmill.tasks.look.tables.selection import Interval, Selection
 from rollmill.tasks.look.web import app as web_server
@@ -267,6 +267,14 @@ def test_a_port_that_is_taken_is_refused_and_the_default_gives_way(monkeypatch: 
         monkeypatch.setattr(web_server, "PORT", port)
         with web_server.open_listener("127.0.0.1", None) as other:
             assert port < other.getsockname()[1] < port + web_server.OTHER_PORTS
+
+
+def test_a_run_whose_manifest_is_damaged_is_refused_before_a_port_is_opened(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.local.mkdir()
+    (folder.local / "run.json").write_text("{")
+    with pytest.raises(StoreError, match=r"run\.json is damaged: .*restore it from a copy of the run"):
+        web_server.serve_viewer(folder, run_tokenizer, 0, 1.0, opens_browser=False)
 
 
 def test_a_query_is_read_as_it_is_written() -> None:

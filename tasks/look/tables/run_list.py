@@ -51,7 +51,8 @@ def _describe(place: RunFolder, name: str) -> Mapping[str, object]:
     unfinished = "running" if is_written_to(folder) else "stopped"
     row |= {
         "state": "finished" if manifest.status == "finished" else unfinished,
-        "steps": len(list_steps(folder, "metrics")),
+        # A step that fails has metrics too; one that trains is done when its batch is stored.
+        "steps": len(list_steps(folder, "batches" if manifest.trains else "metrics")),
         "planned": get_setting(manifest.config, "steps", None),
         "created_at": manifest.created_at[:16].replace("T", " "),
     }

@@ -22,6 +22,7 @@ _CLOSED = {
 }
 MOST_MEMORY = "2GB"
 """Memory of a query with a time limit, besides the rows that it reads."""
+_DAMAGE = " (if a shard is damaged, `rollmill verify` names it)"
 _TEXTS_AND_COMMENTS = re.compile(r"'[^']*'|--[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
@@ -73,10 +74,11 @@ def run_query(
             field, given, f"it needs more than {MOST_MEMORY} of memory; select fewer rows"
         ) from error
     except duckdb.Error as error:
-        raise ConfigError(field, given, str(error)) from error
+        # An error of Polars in a view that DuckDB reads.
+        is_damaged = "ComputeError" in str(error)
+        raise ConfigError(field, given, f"{error}{_DAMAGE if is_damaged else ''}") from error
     except pl.exceptions.PolarsError as error:
-        remedy = f"{error} (if a shard is damaged, `rollmill verify` names it)"
-        raise ConfigError(field, given, remedy) from error
+        raise ConfigError(field, given, f"{error}{_DAMAGE}") from error
 
 
 @contextmanager

@@ -153,6 +153,6 @@ def _print_report(folder: RunFolder, found: VerificationReport) -> None:
     print_findings(folder.location, found.findings)
     for note in found.notes:
         console.print(escape_controls(note), markup=False, soft_wrap=True)
-    said = f"{len(found.findings)} findings" if found.findings else "nothing is wrong"
-    verified = f"{found.shards} shards and {found.steps} steps verified"
+    said = count_noun(len(found.findings), "finding") if found.findings else "nothing is wrong"
+    verified = f"{count_noun(found.shards, 'shard')} and {count_noun(found.steps, 'step')} verified"
     console.print(f"{folder.location}: {verified}, {said}", markup=False, soft_wrap=True)

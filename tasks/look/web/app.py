@@ -93,7 +93,7 @@ def serve_viewer(
     opens_browser: bool,
     others: Sequence[RunFolder] = (),
 ) -> None:
-    """Serve a run's pages on loopback, in this process, until interrupted; raises ConfigError if the port is taken.
+    """Serve a run's pages on loopback, in this process, until interrupted.
 
     Args:
         folder: the run.
@@ -101,8 +101,14 @@ def serve_viewer(
         port: loopback port; None: PORT, or the next free one if it is taken.
         refresh_s: seconds between two checks for new data.
         opens_browser: True: open the first page in a browser, if there is one.
-        others: further runs, which are shown beside it on the page "runs".
+        others: further runs, which are shown beside it on the page "runs", the first that is opened then.
+
+    Raises:
+        ConfigError: the port is taken.
+        StoreError: the manifest of a run is damaged, or of another schema version.
     """
+    for each in (folder, *others):
+        read_manifest(each)
     with suppress(ModuleNotFoundError):
         # Arrow imports it at its first conversion, in some thread, and Plotly looks into it when it is half imported.
         importlib.import_module("pandas")
@@ -118,8 +124,9 @@ def serve_viewer(
     app = make_app(source, token, refresh_s)
     # The socket is open already, so that no other process takes the port between the choice and the server.
     server = make_server(LOOPBACK, chosen, app.server, threaded=True, fd=listener.fileno())
-    address = f"http://{LOOPBACK}:{chosen}/?{TOKEN}={token}"
-    typer.echo(f"{folder.location}: {address}  (Ctrl-C ends it)")
+    address = f"http://{LOOPBACK}:{chosen}{RUNS if others else HOME}?{TOKEN}={token}"
+    shown = ", ".join(each.location for each in (folder, *others))
+    typer.echo(f"{shown}: {address}  (Ctrl-C ends it)")
     threading.Thread(target=source.warm, name="viewer-warm", daemon=True).start()
     # A text browser lasts until it is closed, and pages would wait for it.
     if opens_browser and is_stored:

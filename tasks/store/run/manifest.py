@@ -133,7 +133,7 @@ def read_manifest(folder: RunFolder) -> Manifest:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise ManifestError(
-            f"{folder.path(MANIFEST)} is damaged: {place or 'the whole'}: {first['msg']}"
+            f"{folder.path(MANIFEST)} is damaged: {place or 'the whole'}: {first['msg']}; restore it from a copy of the run"
         ) from error
     if fault := describe_unread(manifest.schema_version):
         raise StoreError(f"{folder.path(MANIFEST)} has {fault}")
