@@ -7,11 +7,9 @@ which have opened the run; `--questions` asks them alone.
 """
 
 import argparse
-import asyncio
 import json
 import os
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -19,17 +17,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-import httpx
 import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from rollmill.tasks.processes.launched_process import free_port
+from benchmarks.suite.s3_server import s3_server
 from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.filesystem import Files, open_files
 from rollmill.tasks.store.folders import RunFolder, partition_folder
@@ -197,38 +193,6 @@ def measure_questions(folder: RunFolder) -> dict[str, float]:
     for number, (wall, cpu) in enumerate(asked, 1):
         figures |= {f"query_{number}_s": wall, f"query_{number}_cpu_s": cpu}
     return figures
-
-
-@contextmanager
-def s3_server() -> Iterator[None]:
-    """Start moto's server on a free port; this process, and those it starts, send their requests there."""
-    port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    nothing = subprocess.DEVNULL
-    server = subprocess.Popen(command, stdout=nothing, stderr=nothing, start_new_session=True)
-    os.environ |= {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_ACCESS_KEY_ID": "benchmark",
-        "AWS_SECRET_ACCESS_KEY": "benchmark",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    try:
-        asyncio.run(_until_it_answers(os.environ["AWS_ENDPOINT_URL"]))
-        yield
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-
-
-async def _until_it_answers(url: str) -> None:
-    async with asyncio.timeout(60), httpx.AsyncClient() as client:
-        while True:
-            try:
-                await client.get(url)
-            except httpx.TransportError:
-                await asyncio.sleep(0.05)
-            else:
-                return
 
 
 def measure(folder: RunFolder, steps: int) -> tuple[float, float]:

@@ -22,6 +22,7 @@ from rollmill.flows.policies.server_parity import Latest, Parity, ServedRun
 from rollmill.flows.policies.server_tokenizer import check_tokenizer
 from rollmill.flows.policies.services import ServerService
 from rollmill.flows.policies.sync_report import RouteReport, SyncReport, SyncVerdict, progress_line
+from rollmill.flows.policies.weight_files import WeightFiles
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.run.submission import Submission
 from rollmill.tasks.errors import ChecksumError, ParityError, RequestError, RequestsHeldError, SyncError
@@ -29,8 +30,7 @@ from rollmill.tasks.observe.span_waits import wait_for_others
 from rollmill.tasks.observe.spans import span, within
 from rollmill.tasks.serve.policy_version import PolicyVersion
 from rollmill.tasks.serve.vllm_client import VllmClient
-from rollmill.tasks.store.checkpoints.weight_snapshots import remove_weights, weight_urls, weights_location
-from rollmill.tasks.sync.broadcast import FILES, VERIFY, Broadcast, find_route
+from rollmill.tasks.sync.broadcast import FILES, VERIFY, Broadcast, find_route, name_snapshot
 from rollmill.tasks.sync.weight_messages import (
     DEVICE_TRANSPORTS,
     FIRST_RANK,
@@ -41,7 +41,7 @@ from rollmill.tasks.sync.weight_messages import (
     WeightUpdateResponse,
 )
 from rollmill.tasks.sync.weight_parity import compare_checksums, select_names
-from rollmill.tasks.train.service.commands import DigestWeights, WriteWeights
+from rollmill.tasks.train.service.commands import DigestWeights
 from rollmill.tasks.train.service.trainer_client import TrainerClient
 
 # Holds the trainer's weights still; gives their version.
@@ -62,7 +62,6 @@ class WeightSync(PolicyServers):
 
     Attributes:
         parity: compares servers with the trainer.
-        calls: commands to the trainer and requests to servers so far, without those of comparisons.
         submitted: the times at which each server began to receive the last broadcast.
     """
 
@@ -75,8 +74,13 @@ class WeightSync(PolicyServers):
         self._route_report = RouteReport()
         # By server: transports that failed, which are not tried again.
         self._failed_transports: dict[VllmClient, set[str]] = defaultdict(set)
-        self._files_location = ""
-        self.calls, self.submitted = 0, Submission("servers")
+        self._files = WeightFiles(run, trainer)
+        self._calls, self.submitted = 0, Submission("servers")
+
+    @property
+    def calls(self) -> int:
+        """Number of commands to the trainer and requests to servers so far, without those of comparisons."""
+        return self._calls + self._files.n_written
 
     async def note_servers_before(self, version: PolicyVersion) -> None:
         """Have the servers score the tokens on which they are compared at `version`, while the trainer trains to it."""
@@ -142,8 +146,7 @@ class WeightSync(PolicyServers):
 
     async def clear(self) -> None:
         """Remove the files of weights that the trainer wrote for servers to load."""
-        if self._files_location:
-            await asyncio.to_thread(remove_weights, self._files_location)
+        await self._files.clear()
 
     # Update of all servers
 
@@ -233,13 +236,13 @@ class WeightSync(PolicyServers):
         self.submitted = submitted = Submission("servers")
         self._route_report.log_new_routes()
         # Taken out until the transfer has succeeded: a link that broke must not be used again.
-        routes = {server: self._routes.pop(server)[1] for server in servers}
+        routes: Mapping[VllmClient, SendTarget] = {server: self._routes.pop(server)[1] for server in servers}
         if len(servers) > 1:
             # Before the transfer, so that no server waits for the slowest one to be compared.
             await self._fetch_expected(version)
-        reads_files = any(route.transport == FILES for route in routes.values())
-        files = await self._write(version) if reads_files else ()
-        broadcast = await self._create_broadcast(routes, version, files, verified_names)
+        snapshot = name_snapshot(str(version), self.run.config.sync)
+        routes, files = await self._files.write_for(routes, version, snapshot)
+        broadcast = await self._create_broadcast(routes, version, files, verified_names, snapshot=snapshot)
         async with asyncio.TaskGroup() as group:
             sending = group.create_task(self._send(broadcast, version))
             group.create_task(self.parity.sequences(version))
@@ -261,8 +264,10 @@ class WeightSync(PolicyServers):
         version: PolicyVersion,
         files: Sequence[str],
         verified_names: Sequence[str] = (),
+        *,
+        snapshot: str = "",
     ) -> Broadcast:
-        self.calls += 1
+        self._calls += 1
         offer, config = await self._fetch_offer(version), self.run.config.sync
         started = time.perf_counter()
 
@@ -277,6 +282,7 @@ class WeightSync(PolicyServers):
             config,
             verified_names or self._select_names(offer, version),
             files,
+            snapshot=snapshot,
             mode=VERIFY if verified_names else "",
             report=report,
         )
@@ -288,7 +294,7 @@ class WeightSync(PolicyServers):
         return sent
 
     async def _receive(self, server: VllmClient, broadcast: Broadcast) -> WeightUpdateResponse:
-        self.calls += 1
+        self._calls += 1
         try:
             return await broadcast.update_server(server)
         except RequestsHeldError:
@@ -331,7 +337,7 @@ class WeightSync(PolicyServers):
         if not await server.is_healthy():
             raise SyncError(f"server {server.url} does not answer /health")
         await check_tokenizer(self.run.openings, server)
-        self.calls += 1
+        self._calls += 1
         offer, failed = await self._fetch_offer(version), self._failed_transports[server]
         route, reason = await find_route(server, offer, self.run.config.sync, failed)
         self._routes[server] = version.incarnation, route
@@ -347,15 +353,7 @@ class WeightSync(PolicyServers):
         """
         self._routes.pop(server.client, None)
         await self._join(server.client, version)
-        return await self._write(version)
-
-    async def _write(self, version: PolicyVersion) -> Sequence[str]:
-        """Have the trainer write its weights; returns the paths or addresses from which servers read them."""
-        config = self.run.config.sync
-        self.calls += 1
-        self._files_location = weights_location(self.run.folder, self.run.id, config.folder)
-        files = await self._trainer.do(WriteWeights(folder=self._files_location, version=version.version))
-        return weight_urls(files, config.timeout_s)
+        return await self._files.write(version)
 
     async def _load(
         self, server: VllmClient, version: PolicyVersion, files: Sequence[str]
@@ -393,7 +391,7 @@ class WeightSync(PolicyServers):
             raise ChecksumError(
                 server.url, str(version), tuple(f"{each} (live)" for each in response.differing)
             )
-        self.calls += 1
+        self._calls += 1
         with within(process=server.url, lane="parity"), span("parity") as comparing, one_error():
             async with asyncio.TaskGroup() as group:
                 checksums = group.create_task(self._compare_checksums(server, version, response))
@@ -492,7 +490,7 @@ class WeightSync(PolicyServers):
         """Return which weights the trainer can send and how to reach it; fetched once for each incarnation of the trainer."""
 
         async def fetch() -> WeightOffer:
-            self.calls += 1
+            self._calls += 1
             return await self._trainer.offer()
 
         return await self._offers.get(str(version.incarnation), fetch)

@@ -92,6 +92,7 @@ class Broadcast:
         config: settings.
         checksums: names of the tensors whose checksums the servers return.
         files: paths or addresses of the weights, for servers that read files; the trainer sends to the others alone.
+        snapshot: name under which the servers keep the weights, by `name_snapshot`; empty: they do not.
         mode: `WeightUpdateRequest.mode`; empty: that of the settings.
         report: called every REPORT_S seconds with the trainer's progress, unless it is None.
 
@@ -111,6 +112,7 @@ class Broadcast:
         checksums: Sequence[str] = (),
         files: Sequence[str] = (),
         *,
+        snapshot: str = "",
         mode: str = "",
         report: ProgressCallback | None = None,
     ) -> None:
@@ -122,8 +124,7 @@ class Broadcast:
         self.updated: set[VllmClient] = set()
         self.starts_ns: dict[str, int] = {}
         self.snapshots: dict[str, str] = {}
-        # The same weights sent again are another snapshot: what a server holds must be what this transfer brought.
-        self._snapshot = f"{version}/{secrets.token_hex(8)}" if config.send == "changes" else ""
+        self._snapshot = snapshot
         self._results: asyncio.Future[dict[str, SendResult]] = asyncio.Future()
 
     async def send(self) -> list[SendResult]:
@@ -216,6 +217,12 @@ class Broadcast:
     def _snapshot_for(self, route: SendTarget) -> str:
         """Return the name of this transfer's bytes for a server that is to keep them; empty if its transport sends no changes."""
         return self._snapshot if route.transport in CHANGES_TRANSPORTS else ""
+
+
+def name_snapshot(version: str, config: SyncConfig) -> str:
+    """Return a new name for the bytes of one transfer of a version; empty if the settings ask for whole weights."""
+    # The same weights sent again are another snapshot: what a server holds must be what this transfer brought.
+    return f"{version}/{secrets.token_hex(8)}" if config.send == "changes" else ""
 
 
 def _keep_server_spans(server: VllmClient, response: WeightUpdateResponse, asked_ns: int) -> int:

@@ -60,7 +60,7 @@ class ByteRun:
     def read(self, first: int, end: int) -> Bytes:
         """Return the bytes from `first` to `end`: a view if they are in one buffer, else a copy."""
         found = [part[start:stop] for part, (start, stop) in self._cut(first, end)]
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        return found[0] if len(found) == 1 else np.concatenate(found or [np.empty(0, np.uint8)])
 
     def write(self, first: int, data: Bytes) -> None:
         """Replace the bytes from `first` on; does nothing for a view of them that `read` returned."""

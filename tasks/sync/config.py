@@ -16,8 +16,8 @@ class SyncConfig(StageConfig):
     )
     send: Literal["whole", "changes"] = setting(
         "whole",
-        "whole: all bytes of the weights at each version. changes: what differs from the version before, exactly, by tcp or nccl; "
-        "for slow networks. It needs the memory of the weights once more on the trainer's hosts, and on the servers' with nccl.",
+        "whole: all bytes of the weights at each version. changes: what differs from the version before, exactly, by tcp, nccl or "
+        "files; for slow networks. It needs the memory of the weights once more on the trainer's hosts, and on the servers' with nccl.",
     )
     mode: Literal["keep", "second_copy"] = setting(
         "keep",

@@ -25,7 +25,7 @@ DEVICE_TRANSPORTS = frozenset({"nccl", "ipc"})
 SHARED_TRANSPORTS = frozenset({"tcp", "files"})
 """Transports by which one worker of a server receives the weights for all of them, into memory that they share."""
 
-CHANGES_TRANSPORTS = frozenset({"tcp", "nccl"})
+CHANGES_TRANSPORTS = frozenset({"tcp", "nccl", "files"})
 """Transports by which ranks can send changes: by shm nothing travels, and ipc copies within a GPU."""
 
 ProgressCallback = Callable[[Mapping[str, int]], None]

@@ -292,8 +292,7 @@ class WeightInbox:
             buffer = self._choose_buffer(request, plan.total_bytes)
         if request.transport == "files":
             limits = {"timeout_s": request.timeout_s, "stall_timeout_s": request.stall_timeout_s}
-            read_weight_files(request.files, plan, buffer, **limits)
-            n_bytes = plan.total_bytes
+            n_bytes = read_weight_files(request.files, plan, buffer, held=request.base_snapshot, **limits)
         else:
             links, has_heads = self._open_links_for(request, plan), bool(request.base_snapshot)
             reception = Reception(links, plan, WholeStream(buffer), has_heads=has_heads)

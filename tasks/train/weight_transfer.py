@@ -17,8 +17,10 @@ from rollmill.tasks.errors import StoreError, SyncError
 from rollmill.tasks.observe.spans import span
 from rollmill.tasks.processes.machine import machine_id
 from rollmill.tasks.store.checkpoints.weight_snapshots import publish_rank_weights, remove_weights
+from rollmill.tasks.sync.changed_buckets import SentCopy
 from rollmill.tasks.sync.links.link import join_store, report_refusal, serve_store
 from rollmill.tasks.sync.links.shm_link import SharedMemory, open_shared
+from rollmill.tasks.sync.links.weight_files import encode_weight_file
 from rollmill.tasks.sync.transfer_plan import STREAMS, TransferPlan
 from rollmill.tasks.sync.weight_messages import (
     AdapterBase,
@@ -134,6 +136,7 @@ class WeightTransfer:
         self._location = ProcessLocation("", "")
         self._sender: WeightSender | None = None
         self._progress: SendProgress | None = None
+        self._written = SentCopy()
 
     def prepare(self, engine: Engine) -> None:
         """Plan the transfer of a newly loaded model's weights, and open what the ranks send them through; a collective.
@@ -152,6 +155,7 @@ class WeightTransfer:
         self._stream = stream
         if self._sender:
             self._sender.forget_sent()
+        self._written.forget()
         self._meet(engine.model.device)
 
     def offer(self) -> WeightOffer:
@@ -206,13 +210,17 @@ class WeightTransfer:
         """Return the bytes sent to each server in the present transfer, by all ranks; on rank 0 alone."""
         return self._progress.total() if self._progress else {}
 
-    def write(self, engine: Engine, place: str, name: str) -> list[str]:
+    def write(
+        self, engine: Engine, place: str, name: str, snapshot: str = "", base_snapshot: str = ""
+    ) -> list[str]:
         """Write all weights into files at `place`; a collective that returns the files' paths on rank 0.
 
         Args:
             engine: the engine with the weights.
             place: folder; older weights there are removed.
             name: name of these weights below `place`.
+            snapshot: name under which servers keep them, so that the next files can be of their changes; empty: they do not.
+            base_snapshot: what the servers hold: a rank that wrote it last writes changes; empty: whole weights are written.
 
         Raises:
             SyncError: they could not be written; raised on rank 0 alone.
@@ -224,8 +232,13 @@ class WeightTransfer:
             try:
                 # Copied, since a tensor of the stream is valid only until the next one.
                 part = {tensor: each.to("cpu", copy=True) for tensor, each in weights}
+                metadata: dict[str, str] = {}
+                if snapshot:
+                    part, metadata = encode_weight_file(
+                        part, self._written, self._plan, snapshot, base_snapshot
+                    )
                 return publish_rank_weights(
-                    place, name, self._rank, self._world_size, lambda path: _save_part(part, path)
+                    place, name, self._rank, self._world_size, lambda path: _save_part(part, metadata, path)
                 )
             finally:
                 _drain(weights)
@@ -325,10 +338,10 @@ class WeightTransfer:
         return self._sender, self._progress
 
 
-def _save_part(part: dict[str, torch.Tensor], path: Path) -> None:
+def _save_part(part: dict[str, torch.Tensor], metadata: dict[str, str], path: Path) -> None:
     """Write tensors into a safetensors file; StoreError names path and reason."""
     try:
-        save_file(part, path)
+        save_file(part, path, metadata)
     except (OSError, SafetensorError) as error:
         remedy = "make room, or let this user write there, or name another sync.folder"
         raise StoreError(f"cannot write weights to {path}: {error}; {remedy}") from error

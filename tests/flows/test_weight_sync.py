@@ -80,7 +80,7 @@ class Trainer:
 
     async def do(self, command: WriteWeights | DigestWeights) -> Any:
         if isinstance(command, WriteWeights):
-            self.calls.append(f"write {command.version}")
+            self.calls.append(f"write {command.version}" + (" changes" if command.base_snapshot else ""))
             return [f"{command.folder}/{command.version}/0.safetensors"]
         self.calls.append("digests")
         return dict.fromkeys(command.names or [each.name for each in TENSORS], "same")
@@ -586,6 +586,26 @@ async def test_a_server_gets_the_changes_of_what_it_received_last(fleet_of) -> N
     assert len({zero, one, two}) == 3
     for targets, expected in zip(fleet.trainer.targets, first.snapshots, strict=True):
         assert {(each.base_snapshot, each.snapshot) for each in targets} == {expected}
+
+
+async def test_servers_that_read_files_get_changes_if_all_hold_the_same_snapshot(fleet_of) -> None:
+    fleet = fleet_of(2)
+    set_sync(fleet, send="changes", transport="files")
+    for version in AT[:2]:
+        await fleet.servers.update(version)
+    first, second = fleet.services
+    assert first.snapshots == second.snapshots
+    assert first.snapshots[1][0] == first.snapshots[0][1]
+    second.failing["files"] = RequestError("500 the old weights serve: stalled")
+    await fleet.servers.update(AT[2])
+    second.failing.clear()
+    fleet.servers.failed.clear()
+    fleet.servers._failed_transports.clear()
+    await fleet.servers.update(AT[3])
+    # One of them holds less, so both read the whole.
+    assert [each.snapshots[-1][0] for each in (first, second)] == ["", ""]
+    written = [each for each in fleet.trainer.calls if each.startswith("write")]
+    assert written == ["write 0", "write 1 changes", "write 2 changes", "write 3"]
 
 
 async def test_whole_weights_have_no_snapshot(fleet_of) -> None:

@@ -1,18 +1,22 @@
 """A vLLM server that receives changes of weights computes with exactly the trainer's."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from rollmill.tasks.errors import RequestError
 from rollmill.tasks.serve.vllm_client import VllmClient
 from rollmill.tasks.sync.broadcast import create_prefix
+from rollmill.tasks.sync.changed_buckets import SentCopy
+from rollmill.tasks.sync.links.weight_files import encode_weight_file
 from rollmill.tasks.sync.weight_messages import (
     SendTarget,
     WeightUpdateRequest,
@@ -45,18 +49,19 @@ class Route:
         self.target = replace(target, base_snapshot=snapshot)
         return response
 
-    async def request(self, target: SendTarget, version: str, mode: str) -> bytes:
+    async def request(self, target: SendTarget, version: str, mode: str, files: Sequence[str] = ()) -> bytes:
         offer = await self.source.offer()
         request = WeightUpdateRequest(
             version=version,
             mode=mode,
-            transport="tcp",
+            transport=target.transport,
             plan=encode_plan(offer.plan),
             timeout_s=TIMEOUT_S,
             stall_timeout_s=TIMEOUT_S,
             host=offer.host,
             port=offer.port,
             prefix=target.prefix,
+            files=tuple(files),
             checksums=tuple(each.name for each in offer.plan.tensors),
             snapshot=target.snapshot,
             base_snapshot=target.base_snapshot,
@@ -99,6 +104,30 @@ async def test_a_server_that_gets_changes_has_the_trainers_weights_bit_by_bit(
         verified = await route.send(f"run:1:{number}", f"{number} verified", "verify")
         assert verified.bytes < n_bytes / 100
         assert (verified.checksums, verified.differing) == (digests(source), ())
+
+
+async def test_a_server_that_reads_files_of_changes_has_the_trainers_weights_bit_by_bit(
+    vllm_server, client, source_of, tmp_path: Path
+) -> None:
+    source, copy = source_of(vllm_server.model), SentCopy()
+    route, plan = Route(source, client), (await source.offer()).plan
+    names, sizes = [each.name for each in plan.tensors], []
+    for number in range(3):
+        step(source, number)
+        weights = {name: source.model.get_parameter(name).detach().clone() for name in names}
+        snapshot, base = str(number), str(number - 1) if number else ""
+        tensors, metadata = encode_weight_file(weights, copy, plan, snapshot, base)
+        path = tmp_path / f"{number}.safetensors"
+        save_file(tensors, path, metadata)
+        target = replace(route.target, transport="files", snapshot=snapshot, base_snapshot=base)
+        request = await route.request(target, f"run:1:{number}", "keep", [str(path)])
+        response = msgspec.json.decode(
+            await client.update_weights(request, TIMEOUT_S), type=WeightUpdateResponse
+        )
+        assert (response.snapshot, response.differing, response.uncompared) == (snapshot, (), ())
+        assert response.checksums == digests(source)
+        sizes.append(response.bytes)
+    assert max(sizes[1:]) < sizes[0] / 5
 
 
 @pytest.fixture

@@ -2,12 +2,13 @@
 
 JOB.json is {"cases": [{"model": folder, "zero_stage", "dtype", "lora": "" | "merged" | "adapters"}], "folder"}. In each case
 an engine sends after its load and again after an update; what arrives, what is written into files, and the digests are
-compared with the tensors gathered one by one. The second sending by tcp with a snapshot is of changes.
+compared with the tensors gathered one by one. With a snapshot, all but the first by tcp and by files is of changes.
 """
 
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class Receiver:
 
     def __init__(self, offer: WeightOffer) -> None:
         self._offer, self._plan, self._inbox = offer, offer.plan, WeightInbox(0)
+        self._reader = WeightInbox(0)
         self._links: dict[str, list[ReceivingLink]] = {}
 
     def _order(self, transport: str, prefix: str, snapshot: str = "", base: str = "") -> WeightUpdateRequest:
@@ -63,6 +65,11 @@ class Receiver:
 
     def receive_changes(self, snapshot: str, base: str) -> tuple[Tensors, int]:
         tensors, n_bytes = self._inbox.receive(self._order("tcp", "changes", snapshot, base))
+        return dict(tensors), n_bytes
+
+    def receive_files(self, files: list[str], snapshot: str, base: str) -> tuple[Tensors, int]:
+        order = replace(self._order("files", "", snapshot, base), files=tuple(files))
+        tensors, n_bytes = self._reader.receive(order)
         return dict(tensors), n_bytes
 
     def receive(self, transport: str) -> Tensors:
@@ -101,6 +108,9 @@ def run(case: dict[str, Any], folder: Path, ranks: Ranks) -> None:
         for transport in ("tcp", "shm"):
             check_arrival(transfer, engine, receiver, expected, transport)
         check_changes(transfer, engine, receiver, expected, version)
+        check_changed_files(
+            transfer, engine, receiver, folder.with_name(f"{folder.name}-changes"), expected, version
+        )
         files = transfer.write(engine, str(folder), f"1-{version:06d}")
         digests = transfer.digests(engine, list(expected)[:3])
         if receiver:
@@ -144,6 +154,28 @@ def check_changes(
                 assert (sent.error, sent.bytes) == ("", received)
                 assert (received == n_bytes) == (number == 0)
                 assert (received < n_bytes / 100) == (number % 2 == 1)
+
+
+def check_changed_files(
+    transfer: WeightTransfer,
+    engine: Engine,
+    receiver: Receiver | None,
+    folder: Path,
+    expected: Tensors,
+    version: int,
+) -> None:
+    n_bytes = sum(each.nbytes for each in expected.values())
+    # Each version twice: nothing changes between the two.
+    for number in (2 * version, 2 * version + 1):
+        names = (str(number), str(number - 1) if number else "")
+        files = transfer.write(engine, str(folder), str(number), *names)
+        if receiver:
+            tensors, read = receiver.receive_files(files, *names)
+            assert_same(tensors, expected)
+            assert (read == n_bytes) == (number == 0)
+            assert read < n_bytes / 3 or number % 2 == 0
+        # Rank 0 has removed older files after it wrote: no rank writes the next ones before.
+        dist.barrier()
 
 
 def check_files(files: list[str], folder: Path, expected: Tensors) -> None:

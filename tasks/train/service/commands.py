@@ -361,19 +361,33 @@ class WriteWeights(Command[list[str]]):
 
     Attributes:
         folder: a local path, or s3://bucket/prefix.
+        snapshot: name under which servers keep the weights; empty: they do not.
+        base_snapshot: what all servers hold that read the files, which are then of changes; empty: whole weights are written.
     """
 
     is_joined = True
     span_name = "exporting"
     folder: str
     version: int
+    snapshot: str = ""
+    base_snapshot: str = ""
 
     def prepare(self, rank: "RankWorker") -> list[str] | None:
         rank.check_version(self.version)
-        return list_complete_weights(self.folder, rank.weights_name) or None
+        return list_complete_weights(self.folder, self._name(rank)) or None
 
     def run(self, rank: "RankWorker") -> list[str]:
-        return rank.transfer.write(rank.engine, self.folder, rank.weights_name)
+        return rank.transfer.write(
+            rank.engine, self.folder, self._name(rank), self.snapshot, self.base_snapshot
+        )
+
+    def _name(self, rank: "RankWorker") -> str:
+        """Return the name of the files' folder; whole weights of a version have one name, changes one for each transfer."""
+        return (
+            f"{rank.weights_name}-{self.snapshot.rpartition('/')[2]}"
+            if self.base_snapshot
+            else rank.weights_name
+        )
 
 
 class DigestWeights(Command[dict[str, str]]):
