@@ -248,12 +248,12 @@ class PolicyLogprobs:
         return next(iter(made), None)
 
     def compute_sequences(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """[B][T-1] log p(token i+1 | tokens 0..i) in nats, at temperature 1; under ZeRO-3 a collective."""
+        """[B][T-1] log p(token i+1 | tokens 0..i) in nats, at temperature 1; a collective, in which each rank computes a share."""
         token_ids = [np.asarray(each, np.int64) for each in sequences]
         samples = Samples.from_tokens(token_ids, [np.arange(len(each)) > 0 for each in token_ids])
         (rows,) = samples.split(1)
-        # Every rank computes all of them: under ZeRO-3 each must make as many forward passes as the others.
-        found = compute_row_logprobs(self.engine, samples, self.engine.packer.plan(samples, rows, 1)[0])
+        own = self.engine.packer.plan(samples, rows, self.engine.world_size)[dist.get_rank()]
+        found = gather_rows(compute_row_logprobs(self.engine, samples, own))
         return [found[row][1:].tolist() if row in found else [] for row in range(len(sequences))]
 
     def plan(self, policy: OtherPolicy, samples: Samples, rows: list[int]) -> list[list[list[int]]]:
