@@ -11,10 +11,10 @@ from rollmill.tasks.serve.config import ServeConfig
 REPOSITORY = Path(__file__).parents[2]
 
 IN_VLLMS_ENVIRONMENT = """
-import json
+import json, os
 from rollmill.tasks.errors import SyncError
 from rollmill.tasks.sync.vllm_plugin.private_vllm import (
-    PRIVATE_NAMES, Feature, VllmName, choose_repairs
+    ENGINE_CONTEXT, PRIVATE_NAMES, Feature, VllmName, choose_repairs, fork_engine
 )
 
 def complaint(name):
@@ -23,6 +23,12 @@ def complaint(name):
     except SyncError as error:
         return str(error)
 
+def starts_engine_by(threads):
+    os.environ["OMP_NUM_THREADS"] = threads
+    fork_engine()
+    return ENGINE_CONTEXT.find()().get_start_method()
+
+os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # as vLLM sets it on CPU
 print("ANSWER" + json.dumps({
     "missing": [error for each in PRIVATE_NAMES if (error := complaint(each))],
     "names": len(PRIVATE_NAMES),
@@ -33,6 +39,7 @@ print("ANSWER" + json.dumps({
         complaint(VllmName(Feature.KERNELS, "vllm.config", "layer.gone", source="layer.gone =")),
     ],
     "repairs": [each.__name__ for each in choose_repairs("cpu")],
+    "starts": [starts_engine_by(threads) for threads in ("2", "1")],
     "repairs_on_gpu": len(choose_repairs("cuda")),
 }))
 """
@@ -52,10 +59,11 @@ def test_the_installed_vllm_has_every_private_name_and_a_missing_one_is_reported
     found = json.loads(done.stdout.partition("ANSWER")[2])
     assert found["missing"] == []
     assert found["names"] >= 30
-    assert found["features"] == ["ARRAYS", "CPU_REPAIRS", "KERNELS", "RELOAD", "SECOND_COPY"]
+    assert found["features"] == ["ARRAYS", "CPU_REPAIRS", "FORK", "KERNELS", "RELOAD", "SECOND_COPY"]
     module, attribute, source = found["gone"]
     assert "has no vllm.gone.Model, which 0.32.0 has: set sync.mode=keep" in module
     assert "has no vllm.config.gone, which 0.32.0 has: generations are sent as JSON" in attribute
     assert "has no vllm.config.layer.gone" in source
     assert found["repairs"] == ["repack_heads", "repack_experts"]
     assert found["repairs_on_gpu"] == 0
+    assert found["starts"] == ["spawn", "fork"]

@@ -6,11 +6,13 @@ way is taken (`Feature`). A test looks for all of them in the installed vLLM.
 
 import copy
 import inspect
+import multiprocessing
 import os
 from collections.abc import AsyncGenerator, Callable, Hashable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -33,6 +35,7 @@ class Feature(Enum):
     CPU_REPAIRS = "log-probabilities of a server on CPU would be wrong after an update; install vLLM 0.32"
     SECOND_COPY = "set sync.mode=keep, and sync.verify_every=0"
     KERNELS = "packed kernels cannot be compared; set sync.verify_every=0"
+    FORK = "a server on CPU imports everything twice as it starts"
     ARRAYS = "generations are sent as JSON, which costs the server and the flow CPU time"
 
 
@@ -134,6 +137,7 @@ ERROR_RESPONSE = VllmName(Feature.ARRAYS, f"{_SERVE}.engine.protocol", "ErrorRes
 COUNT_LOAD = VllmName(Feature.ARRAYS, f"{_SERVE}.utils.api_utils", "load_aware_call")
 CHECK_JSON = VllmName(Feature.ARRAYS, f"{_SERVE}.utils.api_utils", "validate_json_request")
 CANCEL = VllmName(Feature.ARRAYS, f"{_SERVE}.utils.api_utils", "with_cancellation")
+ENGINE_CONTEXT = VllmName(Feature.FORK, "vllm.v1.engine.utils", "get_mp_context")
 PRIVATE_NAMES = tuple(each for each in list(globals().values()) if isinstance(each, VllmName))
 
 
@@ -142,6 +146,23 @@ def require(feature: Feature) -> None:
     for each in PRIVATE_NAMES:
         if each.feature is feature:
             each.find()
+
+
+# The start of a server
+
+
+def fork_engine() -> None:
+    """Have a server on CPU fork its engine's process, as one on GPUs does, instead of importing everything again.
+
+    vLLM 0.32 always spawns it on CPU, for the sake of OpenMP's threads, which a forked process does not have. With
+    one thread there are none; with more, or without the private name, vLLM's own way is taken.
+    """
+    if not PLATFORM.find().is_cpu() or os.environ.get("OMP_NUM_THREADS") != "1":
+        return
+    with suppress(SyncError):
+        ENGINE_CONTEXT.find()
+        module = import_module(ENGINE_CONTEXT.module)
+        setattr(module, ENGINE_CONTEXT.name, partial(multiprocessing.get_context, "fork"))
 
 
 # Reloading, and what it leaves stale
