@@ -87,5 +87,5 @@ EXPOSE 8000
 HEALTHCHECK --start-period=10m --interval=10s --timeout=5s --retries=6 \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
 ENTRYPOINT ["tini", "--", "python", "-m", "vllm.entrypoints.openai.api_server", "--port", "8000", \
-            "--served-model-name", "policy", "--enable-scale-out", "--disable-uvicorn-access-log", \
+            "--served-model-name", "policy", "--enable-scale-out", "--disable-uvicorn-access-log", "--no-log-error-stack", \
             "--weight-transfer-config", "{\"backend\": \"rollmill\"}", "--logprobs-mode", "processed_logprobs"]
