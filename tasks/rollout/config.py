@@ -235,7 +235,7 @@ class RolloutConfig(StageConfig):
     )
     environment_args: str = setting(
         "",
-        'Arguments of an environment that others wrote (verifiers, openenv, nemo_gym): a JSON object, such as {"url": "http://host:8000"}.',
+        'Arguments of an environment (verifiers, openenv, nemo_gym, or your own, which reads them in from_config): a JSON object, such as {"url": "http://host:8000"}.',
         fixed=True,
     )
     prompts: PromptsConfig = setting(PromptsConfig(), "The data set of the environment `prompts`.")
