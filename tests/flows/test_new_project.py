@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -69,6 +70,24 @@ def test_the_preset_of_a_project_names_its_environment_and_its_scorer(
     config = load("mine")
     assert make_environment(config.rollout).name == "digits"
     assert resolve_terms(config.score).name == "in_place.in_place"
+
+
+def test_an_environment_reads_its_arguments_from_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = """
+    import json
+    class Numbers:
+        name, tools, stop = "numbers", (), ()
+        def __init__(self, n): self.n = n
+        @classmethod
+        def from_config(cls, config): return cls(**json.loads(config.environment_args))
+        def size(self, split): return self.n
+    """
+    (tmp_path / "sized_numbers.py").write_text(dedent(code))
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ("rollout.environment=sized_numbers:Numbers", 'rollout.environment_args={"n": 12}')
+    assert make_environment(load("quickstart", words).rollout).size("train") == 12
 
 
 def test_the_deployments_of_a_project_are_placed_and_run_as_those_of_the_checkout(tmp_path: Path) -> None:
