@@ -171,8 +171,10 @@ def check_environment(environment: Environment, config: RolloutConfig) -> Episod
         kind, text = describe_error(error)
         fault, episode = f"{kind}: {text}", None
     if fault or episode is None:
+        # Python's own text does not say what to write.
+        how = ": write the method as `async def`" if "in 'await' expression" in fault else ""
         raise ConfigError(
-            FIELD, config.environment, f"{fault}; docs/how-to/environments.md has the interface"
+            FIELD, config.environment, f"{fault}{how}; docs/how-to/environments.md has the interface"
         )
     return episode
 

@@ -37,7 +37,10 @@ ENVIRONMENTS = Path(__file__).parents[1] / "rollout"
         ("NumberStates", "its states must be a mapping of column types by name, and are 3"),
         ("RaisingExample", "example(\"train\", 0) failed: KeyError: 'question'"),
         ("NoExample", 'example("train", 0) failed: EpisodeError: expected an Example'),
-        ("BlockingExample", 'example("train", 0) failed: TypeError: object dict can'),
+        (
+            "BlockingExample",
+            "object dict can't be used in 'await' expression: write the method as `async def`",
+        ),
         ("NoEpisode", "AttributeError: 'NoneType' object has no attribute 'reply'"),
         ("EndingOpening", "SystemExit: the environment would end the process"),
         ("TextOpening", "EpisodeError: expected a sequence of Message"),
