@@ -351,4 +351,39 @@ WHOLE = (
     ),
 )
 
-BENCHMARKS = (*ROLLOUTS, *STORING, *TRAINING, *SYNC, *WHOLE)
+RESTARTED = "a restart from checkpoints, computed"
+
+FAILURES = (
+    Benchmark(
+        "failures",
+        figures=(
+            Figure(
+                "effective_share_3min",
+                "x",
+                0.8,
+                more_is_better=True,
+                peer=Comparison(RESTARTED, "peer_share_3min"),
+                is_steady=False,
+            ),
+            Figure(
+                "effective_share_1min",
+                "x",
+                more_is_better=True,
+                peer=Comparison(RESTARTED, "peer_share_1min"),
+                is_steady=False,
+            ),
+            Figure("by_own_steps_3min", "x", more_is_better=True, is_steady=False),
+            Figure("by_undisturbed_3min", "x", more_is_better=True, is_steady=False),
+            Figure("modelled_share_1min", "x", more_is_better=True, is_steady=False),
+            Figure("modelled_share_10min", "x", more_is_better=True, is_steady=False),
+            Figure("lost_trajectory_seconds", "s", 0.0, is_exact=True),
+            Figure("findings", "findings", 0.0, is_exact=True),
+            Figure("cut_trajectories", "trajectories"),
+            Figure("worst_role_s", "s"),
+            Figure("mean_cost_s", "s"),
+        ),
+        timeout_s=4800.0,
+    ),
+)
+
+BENCHMARKS = (*ROLLOUTS, *STORING, *TRAINING, *SYNC, *WHOLE, *FAILURES)
