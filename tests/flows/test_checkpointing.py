@@ -1,4 +1,4 @@
-"""A checkpoint that is being written when its trainer dies, or that cannot be written; the trainer follows a plan."""
+"""A trainer that dies while it trains or writes a checkpoint, or cannot write one; the trainer follows a plan."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -36,6 +36,7 @@ class Trainer:
 
     Attributes:
         fates: the error that each write ends with, one after another; None or none left: it is complete.
+        deaths: whether it dies in each training of a step, one after another; none left: it does not.
         begun: versions whose checkpoints were begun.
         starts: how often it was started again.
     """
@@ -45,6 +46,7 @@ class Trainer:
 
     def __init__(self, folder: RunFolder, *fates: RollmillError | None) -> None:
         self.folder, self.fates = folder, list(fates)
+        self.deaths: list[bool] = []
         self.begun: list[int] = []
         self.starts = 0
         self.may_start = asyncio.Event()
@@ -63,6 +65,8 @@ class Trainer:
 
     async def do(self, command: Command[Any], starts: dict[str, int] | None = None) -> Any:
         match command:
+            case TrainStep() if self.deaths and self.deaths.pop(0):
+                raise DIED
             case TrainStep(step=step):
                 return StepResult(step + 1, updated=True, reason="", metrics=[], duration_s=0.0)
             case BeginCheckpoint(version=version):
@@ -143,3 +147,14 @@ async def test_a_trainer_that_dies_at_every_write_ends_the_run(tmp_path: Path) -
         with pytest.raises(ServiceDiedError, match="after 1 restarts"):
             await policy.finish_checkpoints()
     assert trainer.begun == [1, 1]
+
+
+async def test_a_finished_step_allows_the_trainer_to_be_restarted_again(tmp_path: Path) -> None:
+    async with train_policy(tmp_path) as (policy, trainer):
+        # Each death is followed by a restart, which trains on the stored batch again.
+        trainer.deaths = [True, False, False, True, False, True]
+        for _ in range(3):
+            await policy.train(0, "")
+        assert trainer.starts == 2
+        with pytest.raises(ServiceDiedError, match="after 1 restarts in a row"):
+            await policy.train(0, "")
