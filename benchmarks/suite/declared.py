@@ -89,6 +89,23 @@ ROLLOUTS = (
         ),
     ),
     Benchmark(
+        "executor",
+        quick=("--groups", "64"),
+        figures=(
+            Figure(
+                "flow_cpu_share_4",
+                "x",
+                0.2,
+                known_miss=KnownMiss(
+                    0.3, "a third of it is what Ray takes to send the two calls of a group, by a profile"
+                ),
+                is_steady=False,
+            ),
+            Figure("lost", "trajectories", 0.0, is_exact=True),
+            Figure("doubled", "trajectories", 0.0, is_exact=True),
+        ),
+    ),
+    Benchmark(
         "staleness",
         figures=(
             Figure("one_behind_train_1s", "s"),

@@ -20,7 +20,7 @@ from rollmill.flows.prefect_integration.task_runs import TaskRunRecorder, choose
 from rollmill.flows.rules import describe_altered
 from rollmill.flows.run.executor.group_work import Executor
 from rollmill.flows.run.executor.local_executor import LocalExecutor
-from rollmill.flows.run.executor.ray_executor import SharedRun, open_ray_executor
+from rollmill.flows.run.executor.ray_executor import SharedRun, count_slots, open_ray_executor
 from rollmill.flows.run.folder import run_folder
 from rollmill.flows.run.lineage_events import send_lineage_events
 from rollmill.flows.run.problem_choice import ProblemChoice
@@ -300,8 +300,9 @@ async def open_run(
         environments = await open_environments(
             config, store.manifest.run, store.folder, tokenizer, pool, stack
         )
-        admission, remote = Admission(rollout.max_in_flight), None
-        if config.executor.kind == "ray" and not adds:
+        remote, is_remote = None, config.executor.kind == "ray" and not adds
+        admission = Admission(count_slots(config) if is_remote else rollout.max_in_flight)
+        if is_remote:
             shared = SharedRun(config, store, pool, admission, environments[0].scoring.key)
             remote = await stack.enter_async_context(open_ray_executor(shared, opened.model))
         run = Run(

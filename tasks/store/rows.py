@@ -35,16 +35,22 @@ def concat_rows(first: Rows, *others: Rows) -> Rows:
 
 def rows_where(rows: Rows, column: str, value: object) -> Rows:
     """Select the rows that have `value` in a column."""
+    if not rows.num_rows:
+        return rows
     return _filter_rows(rows, pc.equal(rows.column(column), pa.scalar(value)))
 
 
 def rows_where_in(rows: Rows, column: str, values: Collection[object]) -> Rows:
     """Select the rows that have one of `values` in a column."""
+    if not rows.num_rows:
+        return rows
     return _filter_rows(rows, _is_in(rows, column, values))
 
 
 def rows_without(rows: Rows, column: str, values: Collection[object]) -> Rows:
     """Select the rows that have none of `values` in a column."""
+    if not rows.num_rows:
+        return rows
     return _filter_rows(rows, pc.invert(_is_in(rows, column, values)))
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmill.tasks.errors import ConnectionLostError, TransientRequestError
-from rollmill.tasks.serve.server_pool import ServerPool
+from rollmill.tasks.serve.server_pool import ServerChange, ServerPool
 
 
 class Server(NamedTuple):
@@ -17,6 +17,10 @@ class Server(NamedTuple):
 
     url: str
     max_failures_in_a_row: int = 3
+    api_key: str = ""
+
+    async def close(self) -> None:
+        """Close nothing."""
 
 
 A, B = Server("http://a"), Server("http://b")
@@ -221,3 +225,61 @@ async def test_answers_by_other_weights_or_of_other_servers_do_not_wait() -> Non
     pool.mark_unverified(A, "run:1:2")
     await pool.require_verified(A, ["run:1:1"])
     await pool.require_verified(B, ["run:1:2"])
+
+
+class Mirror:
+    """Writes down the changes of a pool."""
+
+    def __init__(self) -> None:
+        self.changes: list[ServerChange] = []
+        self.n_settled = 0
+
+    def change(self, change: ServerChange) -> None:
+        self.changes.append(change)
+
+    async def settle(self) -> None:
+        self.n_settled = len(self.changes)
+
+
+async def test_a_mirror_gets_every_change_in_order() -> None:
+    pool = await pool_of(A)
+    pool.mirror = mirror = Mirror()
+    pool.mark_unverified(A, "v1")
+    await pool.settle()
+    assert mirror.n_settled == 1
+    pool.remove(A)
+    await pool.end_requests(A)
+    pool.mark_unverified(A, "v1")
+    pool.admit(A)
+    kinds = [(each.kind, each.version) for each in mirror.changes]
+    assert kinds == [
+        ("mark_unverified", "v1"),
+        ("reject", ""),
+        ("remove", ""),
+        ("end_requests", ""),
+        ("reject", ""),
+        ("mark_unverified", "v1"),
+        ("admit", ""),
+    ]
+
+
+async def test_the_changes_of_a_pool_make_an_equal_one() -> None:
+    pool = await pool_of(A, B)
+    pool.mark_unverified(B, "v2")
+    assert sorted(pool.changes) == [
+        ServerChange("admit", A.url, ""),
+        ServerChange("admit", B.url, ""),
+        ServerChange("mark_unverified", B.url, "", "v2"),
+    ]
+
+
+async def test_a_server_that_fails_requests_of_another_process_is_removed_and_checked() -> None:
+    pool = await pool_of(A, B)
+    pool.take_alarm(A.url, is_out=False)
+    assert pool.alarm(A).is_set()
+    async with pool.lease(0, 1) as chosen:
+        assert chosen is A
+    pool.take_alarm(A.url, is_out=True)
+    assert pool.is_suspect(A)
+    async with pool.lease(1, 1) as chosen:
+        assert chosen is B

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pickle
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Iterator, Sequence
@@ -154,6 +155,10 @@ class GroupActor:
         self._steps: dict[int, ActorStep] = {}
         # Rollouts that are not scored yet, by group; the oldest first.
         self._kept: dict[int, Rows] = {}
+
+    async def do(self, method: str, arguments: bytes) -> bytes:
+        """Call a method by its name, with pickled arguments; returns its pickled result."""
+        return pickle.dumps(await getattr(self, method)(*pickle.loads(arguments)))
 
     async def open(self, changes: Changes) -> ActorReply[int]:
         """Open the environments and the run's data sets; returns the process id. `changes` make the pool of servers."""

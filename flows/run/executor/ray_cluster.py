@@ -46,8 +46,9 @@ async def connect_cluster(config: ExecutorConfig, logs: Path, timeout_s: float) 
         async with _connected(config.address, timeout_s) as ray:
             yield ray
         return
-    # Other users of this machine cannot use the cluster without the token.
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    # Other users of this machine cannot use the cluster without the token. Ray reads it once in a process: later clusters have the same.
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     # A short path: those of sockets have some hundred characters at most.
     folder = Path(tempfile.mkdtemp(prefix="rollmill-ray-"))
     cpus = max(config.actors, os.cpu_count() or 1)

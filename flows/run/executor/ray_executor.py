@@ -1,8 +1,9 @@
 """The executor `ray`: actors of a Ray cluster sample and score a run's groups; what a lost actor had stored is kept, the rest made again."""
 
 import asyncio
+import pickle
 import sys
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,8 +44,12 @@ from rollmill.tasks.store.run.step_plan import Attempt
 from rollmill.tasks.store.run.writable_run import OpenRun
 from rollmill.tasks.store.schemas import LOST_STATUSES
 
-# Between two reports of an actor: slots that are free wait at most that long for the next group.
-REPORT_INTERVAL_S = 0.02
+# Between two reports of an actor, each of which costs the flow half a millisecond; meanwhile the actor plays trajectories that wait there.
+REPORT_INTERVAL_S = 0.2
+# How long the flow's commits wait for more rows: each costs as much CPU as all else of a group, and only the row of the group is left.
+FLUSH_S = 0.1
+WAITING_GROUPS = 2
+"""Groups more than it has slots for that an actor gets, so that a slot that is free need not wait for the flow."""
 # Calls of an actor that run at once: groups that wait for a slot are calls too.
 MOST_CALLS = 100_000
 CLOSE_TIMEOUT_S = 30.0
@@ -87,7 +92,8 @@ class RemoteActor:
             ActorLostError: the actor is gone; the call may have had an effect.
         """
         try:
-            reply = await getattr(self.handle, method).remote(*arguments)
+            # As bytes, which cost Ray a tenth of what an object costs it.
+            reply = pickle.loads(await self.handle.do.remote(method, pickle.dumps(arguments)))
         except self._gone as error:
             self.is_lost = True
             raise ActorLostError(self.name) from error
@@ -135,7 +141,7 @@ class RayExecutor:
         self._names = count()
         self._actors: list[RemoteActor] = []
         self._is_changed = asyncio.Event()
-        self._changes: set[asyncio.Future[None]] = set()
+        self._changes: set[asyncio.Future[bytes]] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._step = 0
         n = config.executor.actors
@@ -157,8 +163,12 @@ class RayExecutor:
     def change(self, change: ServerChange) -> None:
         """Send a change of the pool of servers to all actors; Ray keeps the order."""
         for actor in self._actors:
-            self._changes.add(made := asyncio.ensure_future(actor.handle.change_servers.remote([change])))
+            self._changes.add(made := asyncio.ensure_future(self._send(actor, change)))
             made.add_done_callback(self._changes.discard)
+
+    def _send(self, actor: RemoteActor, change: ServerChange) -> Awaitable[bytes]:
+        sent: Awaitable[bytes] = actor.handle.do.remote("change_servers", pickle.dumps(([change],)))
+        return sent
 
     async def settle(self) -> None:
         """Wait until all actors that live have made all changes so far."""
@@ -171,6 +181,7 @@ class RayExecutor:
     async def start(self) -> None:
         """Start the actors; raises ServiceStartError if the cluster has no room for one, or one cannot open the run's environments."""
         self._pool.mirror = self
+        self._store.writer.flush_s = FLUSH_S
         async with asyncio.TaskGroup() as starting:
             for _ in range(self._config.executor.actors):
                 starting.create_task(self._start_actor(0))
@@ -234,9 +245,9 @@ class RayExecutor:
             raise ServiceDiedError(
                 "Ray", f"its last actor was lost, after {actor.restarts} restarts (max_restarts)"
             )
-        say(f"Ray actor {actor.name} was lost: its groups go to others, {what}")
+        self._shared.warn(f"Ray actor {actor.name} was lost: its groups go to others, {what}")
         if may_restart:
-            self._in_background(self._start_actor(actor.restarts + 1))
+            self._in_background(self._start_again(actor.restarts + 1))
 
     async def choose(self) -> RemoteActor:
         """Return the actor with the fewest outstanding trajectories; waits while there is none."""
@@ -245,6 +256,15 @@ class RayExecutor:
                 return min(usable, key=lambda each: each.outstanding)
             self._is_changed.clear()
             await self._is_changed.wait()
+
+    async def _start_again(self, restarts: int) -> None:
+        """Start an actor in place of a lost one; if it does not start, the others continue, if there are any."""
+        try:
+            await self._start_actor(restarts)
+        except ServiceStartError as error:
+            if not self._actors:
+                raise
+            self._shared.warn(f"{error}; continuing with {len(self._actors)}")
 
     # Work
 
@@ -325,7 +345,9 @@ class RayExecutor:
     async def _close(self, actor: RemoteActor) -> None:
         with suppress(ActorLostError, TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await actor.call("close", self._step)
+                # Killed while it opens, it has stored nothing.
+                if actor.is_open:
+                    await actor.call("close", self._step)
         self._ray.kill(actor.handle)
 
 
@@ -402,15 +424,33 @@ def _join(dataset: str, columns: Sequence[str], parts: Sequence[Rows]) -> Rows:
     return concat_rows(*found) if found else no_rows(dataset).select(columns)
 
 
+def count_slots(config: RunConfig) -> int:
+    """Return the slots that the flow grants: with actors those of WAITING_GROUPS more each, which wait in the actor.
+
+    The shares of `rollout.max_in_flight` bound what actors play at once.
+    """
+    rollout = config.rollout
+    waiting = (
+        WAITING_GROUPS * config.executor.actors * rollout.group_size if config.executor.kind == "ray" else 0
+    )
+    return rollout.max_in_flight + waiting
+
+
 @dataclass(frozen=True, slots=True)
 class SharedRun:
-    """What the executor uses of an open run: settings, data sets, servers, slots, and NAME@VERSION of its scores."""
+    """What the executor uses of an open run.
+
+    Attributes:
+        scores_key: NAME@VERSION under which scores are stored.
+        warn: prints that an actor was lost.
+    """
 
     config: RunConfig
     store: OpenRun
     pool: ServerPool
     admission: Admission
     scores_key: str
+    warn: Callable[[str], None] = say
 
 
 @asynccontextmanager

@@ -94,6 +94,9 @@ class RunWriter:
 
     Leaving the context stores everything that was appended, also when an error or a cancellation ends it. Its commits are spans of the
     lane `lane`.
+
+    Attributes:
+        flush_s: seconds that a commit waits for more rows.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class RunWriter:
         inventory: Inventory | None = None,
         lane: str = "writer",
     ) -> None:
-        self._files, self._epoch, self._flush_s, self._inventory = files, epoch, flush_s, inventory
+        self._files, self._epoch, self.flush_s, self._inventory = files, epoch, flush_s, inventory
         self._lane_name = lane
         self._gathered: PendingByFolder = {}
         self._lane: Lane | None = None
@@ -295,7 +298,7 @@ class RunWriter:
 
     def _set_timer(self) -> None:
         if self._gathered and self._timer is None and not self._is_committing:
-            delay_s = 0.0 if self._is_urgent else self._flush_s
+            delay_s = 0.0 if self._is_urgent else self.flush_s
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._commit)
 
     def _take(self) -> tuple[PendingByFolder, int]:
