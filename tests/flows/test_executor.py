@@ -7,9 +7,11 @@ import pytest
 
 from rollmill.flows.checks.preflight import preflight
 from rollmill.flows.run.executor.actor_messages import ROLLOUT_COLUMNS, SCORE_COLUMNS
+from rollmill.flows.run.executor.group_actor import FollowingPool, Happenings
 from rollmill.flows.run.executor.ray_executor import count_slots
 from rollmill.flows.settings import load
-from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.errors import ConfigError, ConnectionLostError, TransientRequestError
+from rollmill.tasks.serve.server_pool import ServerChange
 from rollmill.tasks.store.schemas import dataset_schema
 from tests.stubs.toy_settings import toy_config, validate_toy
 
@@ -63,3 +65,26 @@ def test_two_more_groups_wait_in_each_actor() -> None:
     rollout = {"group_size": 8, "max_in_flight": 64}
     assert count_slots(toy_config({"rollout": rollout})) == 64
     assert count_slots(toy_config({"rollout": rollout, "executor": RAY | {"actors": 3}})) == 64 + 48
+
+
+async def test_an_actor_reports_servers_that_fail_and_follows_what_the_flow_decides() -> None:
+    happenings = Happenings()
+    pool = FollowingPool(happenings, toy_config(), "actor")
+    for url in ("http://a:1", "http://b:1"):
+        await pool.follow(ServerChange("admit", url, "key"))
+    async with pool.lease(0, 10) as first:
+        assert first.api_key == "key"
+    pool.note_failure(first, TransientRequestError("busy"))
+    assert (await happenings.take()).alarms == {first.url: False}
+    pool.note_failure(first, ConnectionLostError("gone"))
+    happenings.finish([7, 7, 8])
+    report = await happenings.take()
+    assert (report.alarms, report.finished) == ({first.url: True}, {7: 2, 8: 1})
+    async with pool.lease(0, 10) as second:
+        assert second is not first
+    await pool.follow(ServerChange("remove", second.url, "key"))
+    await pool.follow(ServerChange("admit", first.url, "key"))
+    assert not pool.is_suspect(first)
+    async with pool.lease(0, 10) as third:
+        assert third is first
+    await pool.close()
