@@ -58,14 +58,27 @@ def test_a_stall_without_samples_names_the_setting_that_shows_the_code() -> None
     said, monitor = make_monitor()
     for beat in (COMPUTED, WAITED, WITHOUT_CPU) * 2:
         monitor.record(beat)
-    computed, waited, busy = said
+    computed, waited = said
     assert "590 ms running" in computed
     assert "worker processes" in computed
     assert "594 ms waiting, in a call or for the GIL" in waited
     assert "await it in a thread" not in waited
     assert all("observe.diagnostics: true" in text for text in (computed, waited))
-    assert "observe.diagnostics" not in busy
-    assert NO_PROCESSOR in busy
+
+
+def test_a_loop_that_waits_for_a_cpu_is_counted_and_a_step_of_it_is_reported() -> None:
+    said: list[str] = []
+    monitor = LoopMonitor(max_stall_ms=500.0, max_lag_p99_ms=100.0, warn=said.append)
+    monitor.record(WITHOUT_CPU)
+    assert not said
+    monitor._lag.lags.add(10.0 * MIN_JUDGED_BEATS, 10.0)
+    values = {metric.name: metric.value for metric in monitor.report()}
+    assert values["loop/stalls"] == 1
+    (text,) = said
+    assert NO_PROCESSOR in text
+    # The own part of a delay counts alone.
+    monitor.record(Beat(1100.0, running_ms=590.0, queued_ms=505.0))
+    assert "590 ms running" in said[1]
 
 
 def test_a_sampled_stall_names_its_code_once_and_all_are_counted() -> None:
