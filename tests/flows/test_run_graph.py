@@ -81,6 +81,7 @@ async def test_the_graph_is_right_after_a_kill_and_a_retry_in_one_flow_run(
                 await run.when_steps(flow_run, 2)
                 kill_flow(run)
                 assert await run.when_over(flow_run) == StateType.CRASHED
+                await run.when_reported(flow_run)
                 await run.retried(flow_run)
                 assert await run.when_over(flow_run) == StateType.COMPLETED, run.log()
     nodes = read_graph(prefect_api, flow_run)
