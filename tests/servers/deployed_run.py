@@ -64,9 +64,11 @@ class Deployed:
                 await asyncio.sleep(LOOK_AGAIN_S)
 
     async def when_reported(self, flow_run: UUID) -> None:
-        """Wait until the worker has reported that a run crashed, as the runner has before: the later report would end a retry."""
-        said = f"prefect.flow_runs.worker - Reported flow run '{flow_run}' as crashed"
-        await self.when(flow_run, lambda _: said in self.log())
+        """Wait until the worker has reported the end of a killed run, as the runner has before: the later report would end a retry."""
+        # The worker logs this advice after its report, also if the server did not take the report.
+        await self.when(
+            flow_run, lambda _: "prefect.flow_runs.worker - Check whether the flow run" in self.log()
+        )
 
     async def when(self, flow_run: UUID, holds: Callable[[FlowRun], bool]) -> FlowRun:
         """Wait until something holds of a flow run."""
