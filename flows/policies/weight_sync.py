@@ -22,7 +22,7 @@ from rollmill.flows.policies.server_parity import Latest, Parity, ServedRun
 from rollmill.flows.policies.server_tokenizer import check_tokenizer
 from rollmill.flows.policies.services import ServerService
 from rollmill.flows.policies.sync_report import RouteReport, SyncReport, SyncVerdict, progress_line
-from rollmill.flows.policies.weight_files import WeightFiles
+from rollmill.flows.policies.written_weights import WeightFiles
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.run.submission import Submission
 from rollmill.tasks.errors import ChecksumError, ParityError, RequestError, RequestsHeldError, SyncError
