@@ -4,7 +4,7 @@
 visit says something about it, and not all. Each run has two steps with the same problems. The first, which takes no time, is the
 history; the second is measured. Scoring takes no time. The bound is the time with all slots busy, or the longest trajectory.
 How close an order comes varies much with the drawn lengths, so a ratio is that of the schedule without overhead, in the mean of 200
-seeds, times the overhead that was measured: seconds of our steps over those of the schedule with the same lengths. Where scoring takes as long as sampling, the longest groups first would leave scorers idle at the beginning: see `overlap`.
+seeds, times the overhead that was measured: seconds of our steps over those of the schedule with the same lengths.
 """
 
 import argparse

@@ -112,8 +112,7 @@ class WeightSender:
         """Send this rank's part of the weights; a server that fails does not hold the others.
 
         If a target names the snapshot, the rank keeps a copy of its part, and a target that has the last one gets the changes.
-
-        The weights may change once it returns: no transfer reads them any more.
+        The weights may change once it returns.
 
         Args:
             plan: the transfer plan.
