@@ -1,4 +1,7 @@
-"""Weights that travel as changes, over real links in one process: who gets changes, who gets the whole."""
+"""Weights that travel as changes, over real links in one process: who gets changes, who gets the whole.
+
+Gloo replaces NCCL.
+"""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -28,6 +31,7 @@ from tests.stubs.transfer_ends import (
     plan_of,
     weights_of,
 )
+from tests.sync.gloo_as_nccl import GlooAsNccl
 
 SHAPES = [
     ((300, 40), torch.bfloat16),
@@ -116,8 +120,12 @@ def test_servers_that_get_changes_have_the_weights_and_so_have_those_that_come_l
 
 
 @pytest.mark.parametrize("trainer", [2], indirect=True)
-def test_a_server_that_missed_a_version_gets_the_whole_and_changes_after_that(trainer: Trainer) -> None:
-    present, missing = Holder(trainer), Holder(trainer)
+@pytest.mark.parametrize("transport", ["tcp", "nccl"])
+def test_a_server_that_missed_a_version_gets_the_whole_and_changes_after_that(
+    trainer: Trainer, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", GlooAsNccl, raising=False)
+    present, missing = Holder(trainer, transport), Holder(trainer, transport)
     weights = weights_of(0, SHAPES)
     plan, n_bytes = plan_of(weights, 2), sum(each.nbytes for each in weights.values())
     sync(trainer, [present, missing], weights, "0", plan)

@@ -1,4 +1,4 @@
-"""A vLLM server that receives changes of weights computes with exactly the trainer's."""
+"""A vLLM server that receives changes of weights computes with exactly the trainer's; gloo replaces NCCL."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -24,6 +24,7 @@ from rollmill.tasks.sync.weight_messages import (
     encode_plan,
 )
 from rollmill.tasks.train.checkpoints.tensor_digests import hash_tensor
+from tests.sync.gloo_as_nccl import GlooAsNccl
 
 pytestmark = pytest.mark.service
 
@@ -33,9 +34,9 @@ TIMEOUT_S = 60.0
 class Route:
     """The links from a trainer's end to a server, and the snapshot that the server holds."""
 
-    def __init__(self, source: Any, client: VllmClient) -> None:
+    def __init__(self, source: Any, client: VllmClient, transport: str = "tcp") -> None:
         self.source, self.client = source, client
-        self.target = SendTarget(client.url, "tcp", create_prefix())
+        self.target = SendTarget(client.url, transport, create_prefix())
 
     async def send(self, version: str, snapshot: str, mode: str = "keep") -> WeightUpdateResponse:
         """Send the trainer's weights; the response has the checksums of all tensors."""
@@ -89,12 +90,17 @@ async def client(vllm_server, use_repairs) -> AsyncIterator[VllmClient]:
         yield client
 
 
-@pytest.mark.parametrize("mode", ["keep", "second_copy"])
+@pytest.mark.parametrize(
+    ("transport", "mode"),
+    [("tcp", "keep"), ("tcp", "second_copy"), ("nccl", "keep"), ("nccl", "second_copy")],
+)
 async def test_a_server_that_gets_changes_has_the_trainers_weights_bit_by_bit(
-    vllm_server, client, source_of, mode: str
+    vllm_server, client, source_of, monkeypatch: pytest.MonkeyPatch, transport: str, mode: str
 ) -> None:
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", GlooAsNccl, raising=False)
+    await client._call("POST", "/collective_rpc", {"method": "use_gloo_for_nccl"})
     source = source_of(vllm_server.model)
-    route, n_bytes = Route(source, client), (await source.offer()).plan.total_bytes
+    route, n_bytes = Route(source, client, transport), (await source.offer()).plan.total_bytes
     assert (await route.send("run:1:0", "0", mode)).bytes == n_bytes
     for number in range(1, 4):
         step(source, number)
