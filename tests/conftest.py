@@ -203,11 +203,21 @@ def wait_until_it_answers(endpoint: str, server: LaunchedProcess) -> None:
             return
 
 
+@pytest.fixture(scope="module")
+def bucket(s3_endpoint: str) -> str:
+    """A new bucket of that server for a module: s3://BUCKET."""
+    return make_bucket()
+
+
 @pytest.fixture
 def s3_root(s3_endpoint: str) -> str:
     """A new bucket of that server, and a prefix in it: s3://BUCKET/runs."""
+    return f"{make_bucket()}/runs"
+
+
+def make_bucket() -> str:
     from rollmill.tasks.store.s3.s3_objects import s3_filesystem
 
     bucket = f"bucket-{uuid.uuid4().hex}"
     s3_filesystem().call_s3("create_bucket", Bucket=bucket)
-    return f"s3://{bucket}/runs"
+    return f"s3://{bucket}"

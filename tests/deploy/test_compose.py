@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from manifests import ROOT, SECRETS, check_compose, compose, manifests
 
+from tests.documentation.page_commands import find_command
 from tests.stubs.prefect_cluster import settings_of
 
 
@@ -60,14 +61,6 @@ def test_files_that_compose_mounts_or_reads_are_there() -> None:
             assert (ROOT / each).exists() or each in ("./models", "./data"), each
 
 
-def lines_of_the_page(*beginnings: str) -> str:
-    """Lines of docs/how-to/cluster.md that begin so."""
-    lines = (ROOT / "docs" / "how-to" / "cluster.md").read_text().splitlines()
-    found = [line for line in lines if line.startswith(beginnings)]
-    assert found
-    return "\n".join(found)
-
-
 def test_secrets_are_made_and_shared_out_as_the_page_says(tmp_path: Path) -> None:
     """With a kubectl that only says what it was given."""
     (tmp_path / "deploy").mkdir()
@@ -77,10 +70,18 @@ def test_secrets_are_made_and_shared_out_as_the_page_says(tmp_path: Path) -> Non
         '#!/bin/sh\nfor word; do case "$word" in --from-env-file=*) cat "${word#*=}" >"$6";; esac; done\n'
     )
     kubectl.chmod(0o755)
-    script = lines_of_the_page("while read", "kubectl -n rollmill create secret")
+    script = [
+        find_command(__file__, "umask"),
+        find_command(__file__, "while read"),
+        find_command(__file__, "mkdir"),
+        find_command(__file__, "secret generic prefect-server"),
+        find_command(__file__, "secret generic rollmill-run"),
+    ]
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    subprocess.run(["bash", "-euc", script], cwd=tmp_path, env=environment, check=True)
+    subprocess.run(["bash", "-euc", "\n".join(script)], cwd=tmp_path, env=environment, check=True)
 
+    assert (tmp_path / ".env").stat().st_mode & 0o077 == 0
+    assert (tmp_path / "models").is_dir()
     made = settings_of(tmp_path / ".env")
     assert made.keys() == settings_of(SECRETS).keys()
     assert len(set(made.values())) == len(made)

@@ -1,7 +1,6 @@
 """Every command of README and docs is one: parsed by the program that it calls, with settings that exist.
 
-Commands are in fences (`sh`; `console` with the output, commands after a `$`) or in a line of text between backticks.
-tests/flows/test_documented_commands.py and tests/flows/test_product.py run those of running, looking and the tutorial.
+test_documented_runs.py checks that a test runs it.
 """
 
 import importlib.util
@@ -11,7 +10,6 @@ import shlex
 import subprocess
 import tomllib
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import typer
@@ -22,19 +20,10 @@ from rollmill.flows.cli import app
 from rollmill.flows.config import RunConfig
 from rollmill.flows.presets import preset_values
 from rollmill.flows.settings import apply_overrides, parse_settings
+from tests.documentation.page_commands import COMMANDS, PAGES, PROGRAMS, ROOT, Command, fences
 
-ROOT = Path(__file__).parents[2]
-GENERATED = {"settings.md"}
-PAGES = [
-    ROOT / "README.md",
-    *(each for each in sorted((ROOT / "docs").rglob("*.md")) if each.name not in GENERATED),
-]
 # A bash fence is a script; tests/deploy/test_two_nodes.py runs the one that there is.
 LANGUAGES = {"sh", "bash", "console", "python", "yaml", "text", "mermaid", "json", "sql", "toml"}
-PROGRAMS = {
-    "rollmill", "make", "prefect", "docker", "kubectl", "python", "pip", "apt", "git", "cd", "export", "aws",
-    "tensorboard", "hf", "openssl", "cp", "kill", "mkdir", "curl", "while", "umask",
-}  # fmt: skip
 PLACEHOLDERS = {
     "PRESET": "quickstart",
     "STEP": "3",
@@ -46,49 +35,6 @@ PLACEHOLDERS = {
     "KEY=VALUE": "train.lr=1e-6",
     "...": "",
 }
-
-
-class Command(NamedTuple):
-    """A command as a page has it."""
-
-    page: str
-    text: str
-    in_fence: bool
-
-    def __str__(self) -> str:
-        return f"{self.page}: {self.text}"
-
-
-def fences(page: Path) -> list[tuple[str, str]]:
-    """Language and text of each fence."""
-    return re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(), re.DOTALL | re.MULTILINE)
-
-
-def commands_of(page: Path) -> list[Command]:
-    found = []
-    for language, text in fences(page):
-        joined = text.replace("\\\n", " ")
-        if language == "sh":
-            lines = [line.strip() for line in joined.splitlines()]
-            found += [Command(page.name, line, True) for line in lines if line and not line.startswith("#")]
-        if language == "console":
-            found += [
-                Command(page.name, line.strip()[2:], True)
-                for line in joined.splitlines()
-                if line.strip().startswith("$ ")
-            ]
-    prose = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    spans = [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", prose)]
-    return found + [Command(page.name, span, False) for span in spans if is_command(span)]
-
-
-def is_command(span: str) -> bool:
-    """True for a program that is called with something: `rollmill` alone is a name."""
-    words = span.replace(".venv/bin/", "").split()
-    return len(words) > 1 and words[0] in PROGRAMS and re.match(r"[\w./'\"\[-]", words[1]) is not None
-
-
-COMMANDS = list(dict.fromkeys(each for page in PAGES for each in commands_of(page)))
 
 
 def words_of(text: str) -> list[str]:
@@ -127,9 +73,9 @@ def test_there_are_commands() -> None:
     assert len(COMMANDS) > 60
     assert {command.page for command in COMMANDS} >= {
         "README.md",
-        "operations.md",
-        "rescoring.md",
-        "tutorial.md",
+        "how-to/operations.md",
+        "how-to/rescoring.md",
+        "tutorials/tutorial.md",
     }
 
 

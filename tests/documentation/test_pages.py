@@ -19,18 +19,18 @@ IDS = [page.name for page in PAGES]
 LARGEST_PICTURE_BYTES = 200_000
 PYTHON_IS_RUN_BY = {
     "sandbox.md": "tests/sandbox/test_refusals.py",
-    "README.md": "tests/flows/test_documented_commands.py",
+    "README.md": "tests/flows/documented/test_stored_run_pages.py",
     "algorithms.md": "tests/train/test_algorithms_documentation.py",
-    "checkpoints.md": "tests/flows/test_documented_commands.py",
-    "compaction.md": "tests/flows/test_documented_commands.py",
+    "checkpoints.md": "tests/flows/documented/test_stored_run_pages.py",
+    "compaction.md": "tests/flows/documented/test_stored_run_pages.py",
     "datasets.md": "tests/looking/test_recipes.py",
     "environments.md": "tests/rollout/test_tools.py",
     "improve.md": "tests/flows/test_improve.py",
     "publish.md": "tests/looking/test_publish.py",
     "queries.md": "tests/looking/test_run_frames.py",
-    "rescoring.md": "tests/flows/test_documented_commands.py",
+    "rescoring.md": "tests/flows/documented/conftest.py",
     "scorers.md": "tests/score/test_scorers_documentation.py",
-    "storage.md": "tests/flows/test_documented_commands.py",
+    "storage.md": "tests/flows/documented/test_stored_run_pages.py",
     "tutorial.md": "tests/flows/test_product.py",
 }
 

@@ -7,7 +7,8 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,33 +62,44 @@ while True:
 """
 
 
+def set_behaviour(folder: Path, **how: object) -> None:
+    """Set how the stub in a folder behaves from now."""
+    new = folder / "stub.new"
+    new.write_text(json.dumps(how))
+    new.rename(folder / "stub.json")
+
+
 @pytest.fixture
 def set_stub(tmp_path: Path) -> Callable[..., None]:
     """Set how the stub of `stub_python` behaves from now."""
+    return partial(set_behaviour, tmp_path)
 
-    def write(**how: object) -> None:
-        new = tmp_path / "stub.new"
-        new.write_text(json.dumps(how))
-        new.rename(tmp_path / "stub.json")
 
-    return write
+def make_stub(folder: Path) -> str:
+    """For `serve.python`: it is launched as vLLM is, and reads only the tokenizer of the model.
+
+    It answers after the `rollout_s` of the last `set_behaviour`, at once without one; the warm-up request at once too.
+    It starts once it is not `is_down`.
+    """
+    set_behaviour(folder)
+    script = folder / "stub" / "bin" / "python"
+    script.parent.mkdir(parents=True)
+    root, behaviour = str(Path(__file__).parents[2]), str(folder / "stub.json")
+    script.write_text(STUB.format(python=sys.executable, root=root, behaviour=behaviour))
+    script.chmod(0o700)
+    return str(script)
 
 
 @pytest.fixture
-def stub_python(tmp_path: Path, set_stub: Callable[..., None]) -> str:
-    """For `serve.python`: it is launched as vLLM is, and reads only the tokenizer of the model.
+def stub_python(tmp_path: Path) -> str:
+    """The stub of `make_stub`, which answers at once."""
+    return make_stub(tmp_path)
 
-    It answers after the `rollout_s` of the last `set_stub`, at once without one; the warm-up request at once too.
-    It starts once it is not `is_down`.
-    """
-    behaviour = tmp_path / "stub.json"
-    set_stub()
-    script = tmp_path / "stub" / "bin" / "python"
-    script.parent.mkdir(parents=True)
-    root = str(Path(__file__).parents[2])
-    script.write_text(STUB.format(python=sys.executable, root=root, behaviour=str(behaviour)))
-    script.chmod(0o700)
-    return str(script)
+
+@pytest.fixture(scope="session")
+def write_stub() -> Callable[[Path], str]:
+    """`make_stub`, for folders of modules."""
+    return make_stub
 
 
 class Workplace:
@@ -158,8 +170,24 @@ def start_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
+@pytest.fixture(scope="session")
+def open_workplace(
+    prefect_api: str, start_models: Path
+) -> Callable[[Path], AbstractContextManager[Workplace]]:
+    """A workplace in a folder, for as long; nothing that was started there is left behind."""
+
+    @contextmanager
+    def opened(folder: Path) -> Iterator[Workplace]:
+        place = Workplace(folder, prefect_api, start_models)
+        yield place
+        assert not place.processes(), "a process was left behind"
+
+    return opened
+
+
 @pytest.fixture
-def workplace(tmp_path: Path, prefect_api: str, start_models: Path) -> Iterator[Workplace]:
-    place = Workplace(tmp_path, prefect_api, start_models)
-    yield place
-    assert not place.processes(), "a process was left behind"
+def workplace(
+    tmp_path: Path, open_workplace: Callable[[Path], AbstractContextManager[Workplace]]
+) -> Iterator[Workplace]:
+    with open_workplace(tmp_path) as place:
+        yield place

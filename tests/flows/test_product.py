@@ -29,6 +29,7 @@ from playwright.sync_api import TimeoutError as PageTimeoutError
 
 from rollmill.tasks.look.web.request_guard import TOKEN_FILE
 from rollmill.tasks.processes.launched_process import free_port
+from tests.documentation.page_commands import find_command
 
 pytestmark = pytest.mark.service
 ROOT = Path(__file__).parents[2]
@@ -57,10 +58,9 @@ def fence_after(words: str) -> str:
     return re.findall(r"^```\w+\n(.*?)^```", TUTORIAL.partition(words)[2], re.DOTALL | re.MULTILINE)[0]
 
 
-def command_with(words: str) -> list[str]:
-    """The words of the tutorial's command that has these, as a shell would part them."""
-    (line,) = [line for block in fences("sh") for line in block.splitlines() if words in line]
-    return [word for word in shlex.split(line) if not word.startswith("PREFECT_API_URL=")]
+def words_of(command: str) -> list[str]:
+    """The words of a command, as a shell would part them; the product has the API's address in its environment."""
+    return [word for word in shlex.split(command) if not word.startswith("PREFECT_API_URL=")]
 
 
 class Product:
@@ -161,10 +161,10 @@ def product(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> Itera
     port = free_port()
     worker = None
     try:
-        place.command(*command_with("rollmill up"), "--port", str(port))
-        place.command(*command_with("rollmill deploy"))
+        place.command(*words_of(find_command(__file__, "rollmill up")), "--port", str(port))
+        place.command(*words_of(find_command(__file__, "rollmill deploy")))
         place.environment["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
-        worker = place.start(*command_with("worker start"))
+        worker = place.start(*words_of(find_command(__file__, "worker start")))
         yield place
     finally:
         if worker:
@@ -300,11 +300,16 @@ def test_the_artifact_of_a_run_shows_the_plot(product: Product, run: str) -> Non
 
 
 def test_everything_that_the_tutorial_shows_exists(product: Product, run: str) -> None:
-    for block in fences("sh")[-4:]:
-        for line in block.splitlines():
-            if " view " not in line:  # which runs until it is ended
-                product.command(*shlex.split(line))
-    assert "ConnectionError" in product.command(*command_with("--status failed"), "--json")
+    for command in (
+        find_command(__file__, "rollmill inspect sorting"),
+        find_command(__file__, "--trajectories"),
+        find_command(__file__, "rollmill show"),
+        find_command(__file__, "rollmill rescore"),
+    ):
+        product.command(*words_of(command))
+    failed = words_of(find_command(__file__, "--status failed"))
+    assert "ConnectionError" in product.command(*failed)
+    assert "ConnectionError" in product.command(*failed, "--json")
     done = subprocess.run(
         [sys.executable, "-c", fence_after("Polars, DuckDB and pyarrow read them:")],
         cwd=product.folder, capture_output=True, text=True, check=False,
@@ -314,7 +319,9 @@ def test_everything_that_the_tutorial_shows_exists(product: Product, run: str) -
 
 def test_the_viewer_filters_to_failed_trajectories_and_shows_one(product: Product, run: str) -> None:
     page, port = product.page, free_port()
-    viewer = product.start(*command_with("rollmill view"), "--no-browser", "--port", str(port))
+    viewer = product.start(
+        *words_of(find_command(__file__, "rollmill view")), "--no-browser", "--port", str(port)
+    )
     try:
         wait_for_port(port, viewer)
         token = (product.folder / TOKEN_FILE).read_text()
@@ -344,7 +351,7 @@ def test_a_run_that_is_cancelled_at_its_page_leaves_no_process_and_can_be_retrie
 ) -> None:
     page = product.page
     before = product.processes().keys()
-    said = product.command(*command_with("--deployment"))
+    said = product.command(*words_of(find_command(__file__, "--deployment")))
     link = re.findall(r"http://\S+/flow-run/\S+", said)[0]
     page.goto(link)
     page.get_by_text("starting the trainer").first.wait_for(timeout=LONGEST_RUN_MS)

@@ -1,13 +1,16 @@
 """A vLLM server that sleeps: the routes that a run uses, each rollout of a given duration."""
 
 import asyncio
+import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import msgspec
 import numpy as np
+import safetensors
 from fastapi import FastAPI, HTTPException, Request
 
 from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
@@ -136,7 +139,7 @@ class StubVllmServer:
             return {"prompt": "".join(tokenizer.pieces(body["tokens"]))}
 
     def _add_weights(self, app: FastAPI) -> None:
-        """The routes of a sync: weights are as good as there, and only their name is kept."""
+        """The routes of a sync: of weights in files the checksums are computed, and only their name is kept."""
 
         @app.get("/rollmill/weights")
         async def place() -> dict[str, Any]:
@@ -153,14 +156,25 @@ class StubVllmServer:
         @app.post("/rollmill/weights")
         async def take(request: Request) -> dict[str, Any]:
             self.events.append("update")
-            body = await request.body()
-            self._version = msgspec.json.decode(body, type=WeightUpdateRequest).version
-            return asdict(WeightUpdateResponse(bytes=0, received_s=0.0, held_s=0.0))
+            update = msgspec.json.decode(await request.body(), type=WeightUpdateRequest)
+            self._version = update.version
+            return asdict(
+                WeightUpdateResponse(0, 0.0, 0.0, checksums=await asyncio.to_thread(_find_checksums, update))
+            )
 
         @app.post("/update_weight_version")
         async def name(body: dict[str, Any]) -> None:
             self.events.append("version")
             self._version = body["new_version"]
+
+
+def _find_checksums(update: WeightUpdateRequest) -> dict[str, str]:
+    """Those that are asked for of the weights that travel by files."""
+    files = [httpx.get(each).content if "://" in each else Path(each).read_bytes() for each in update.files]
+    tensors = [each for file in files for each in safetensors.deserialize(file)]  # type: ignore[no-untyped-call]
+    return {
+        name: hashlib.sha256(each["data"]).hexdigest() for name, each in tensors if name in update.checksums
+    }
 
 
 def _completion(token_ids: Sequence[int], version: str) -> dict[str, Any]:
