@@ -127,7 +127,8 @@ class Rescoring:
             first, last = (groups[place].column("group")[0].as_py() for place in (0, -1))
             label = str(first) if first == last else f"{first}-{last}"
             async with self._recorder.score(chunk, step.step, label) as scoring:
-                scored = scoring.done(await scoring.work())
+                with self._store.writer.expect_rows():
+                    scored = scoring.done(await scoring.work())
             await asyncio.gather(*scored.acknowledgements)
             self._check()
         finally:

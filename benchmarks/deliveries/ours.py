@@ -54,7 +54,8 @@ async def deliver(client: VllmClient, player: EpisodePlayer, folder: RunFolder) 
         async def store(number: int, completion: Completion) -> None:
             await sampler.store(_trajectory(number, completion), acknowledgements)
 
-        await each_completion(client, store)
+        with writer.expect_rows():
+            await each_completion(client, store)
         await asyncio.gather(*acknowledgements)
 
 

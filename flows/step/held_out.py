@@ -193,21 +193,22 @@ async def evaluate_prompts(
             # At once and not when the chunk is sampled: after a kill, what is stored is not sampled again.
             return scoring.create_task(_score_and_store(run, scorer, version, rollouts, failures))
 
-        async with asyncio.TaskGroup() as sampling:
-            for environment, places in _by_environment(run, requests):
-                sampler = StepSampler(
-                    environment.player,
-                    run.admission,
-                    run.id,
-                    version,
-                    store_rollouts=partial(score_and_store, environment.held_out_scoring),
-                    on_lost=failures.see,
-                    env=environment.name,
-                )
-                own = [requests[place] for place in places], [tickets[place] for place in places]
-                # Held-out prompts form no group: each has its own time limit alone.
-                chunk = RolloutChunk(sampler, *own, group_deadline(math.inf))
-                sampling.create_task(chunk.sample())
+        with run.store.writer.expect_rows():
+            async with asyncio.TaskGroup() as sampling:
+                for environment, places in _by_environment(run, requests):
+                    sampler = StepSampler(
+                        environment.player,
+                        run.admission,
+                        run.id,
+                        version,
+                        store_rollouts=partial(score_and_store, environment.held_out_scoring),
+                        on_lost=failures.see,
+                        env=environment.name,
+                    )
+                    own = [requests[place] for place in places], [tickets[place] for place in places]
+                    # Held-out prompts form no group: each has its own time limit alone.
+                    chunk = RolloutChunk(sampler, *own, group_deadline(math.inf))
+                    sampling.create_task(chunk.sample())
     for each in requests:
         run.pool.forget(each.group)
     return Completed(message=f"{len(requests)} trajectories")
@@ -231,7 +232,11 @@ async def _score_and_store(
     """Score rollouts and store each with its score, or its error, in the data set `evaluations`."""
     ids = column_values(rollouts, "trajectory_id")
     # Others of the chunk are scored concurrently, and spans of one lane must not overlap.
-    with within(lane=f"evaluate.{version}/{short_id(str(ids[0]))}"), span("scoring"):
+    with (
+        within(lane=f"evaluate.{version}/{short_id(str(ids[0]))}"),
+        span("scoring"),
+        run.store.writer.expect_rows(),
+    ):
         scores = await scoring.score(select_scorable(rollouts), step=version)
     failures.see(scores)
     by_id = {row["trajectory_id"]: row for row in scores.to_pylist()}

@@ -137,7 +137,7 @@ async def store_step(run: TrainingRun, step: int, metrics: Sequence[Metric], clo
 
 
 async def store_metrics(run: TrainingRun, step: int, metrics: Sequence[Metric]) -> None:
-    """Append a step's metrics to the data set `metrics`, and send them to the sinks."""
+    """Store a step's metrics in the data set `metrics`, and send them to the sinks."""
     rows = make_batch(
         "metrics",
         {
@@ -149,7 +149,7 @@ async def store_metrics(run: TrainingRun, step: int, metrics: Sequence[Metric]) 
             "value": [metric.value for metric in metrics],
         },
     )
-    await run.store.writer.append("metrics", rows, step=step)
+    await run.store.writer.store("metrics", rows, step=step)
     if run.sinks is not None:
         for point in make_points(step, metrics):
             run.sinks.put(point)

@@ -264,7 +264,8 @@ class GroupCollection:
                 with suppress(TimeoutError):
                     await chunk.ticket.wait(chunk.deadline.at)
             async with recorder.rollout(chunk.work, self._step, label, self._collection.recordings) as rolled:
-                sampled = rolled.done(await rolled.work())
+                with run.store.writer.expect_rows():
+                    sampled = rolled.done(await rolled.work())
             self._rolled.append(rolled)
             self._summaries[f"rollout {label}"] = sampled.summary
             rollouts = select_scorable(sampled.rows)
@@ -295,7 +296,8 @@ class GroupCollection:
         """Score rollouts in one score task, which follows the rollout tasks `after`."""
         recorder, recordings = self._run.task_runs, self._collection.recordings
         async with recorder.score(chunk, self._step, label, recordings, after) as scoring:
-            scored = scoring.done(await scoring.work())
+            with self._run.store.writer.expect_rows():
+                scored = scoring.done(await scoring.work())
         self._summaries[f"score {label}"] = scored.summary
         self._scores.append(scored.rows)
         self._acknowledgements += scored.acknowledgements

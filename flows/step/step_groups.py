@@ -89,7 +89,7 @@ class Refills:
                 self._run.problems.plan_refill, self._step, tuple(self._ranges), outcomes[0].group
             )
             self._ranges.append(refill)
-        await self._run.store.writer.append(
+        await self._run.store.writer.store(
             "plans", make_plan_rows(self._run.id, self._step, [refill]), step=self._step
         )
         return refill.first

@@ -70,7 +70,7 @@ class RunSpans:
         taken, self._step = self.recorder.take(), step
         by_step = await asyncio.to_thread(rows_by_step, self._run, taken, step)
         await asyncio.gather(
-            *(self._writer.append("spans", rows, step=each) for each, rows in by_step.items())
+            *(self._writer.store("spans", rows, step=each) for each, rows in by_step.items())
         )
         self.on_stored(step)
 

@@ -54,6 +54,9 @@ STORE = cast(OpenRun, SimpleNamespace(manifest=MANIFEST, folder=RunFolder("runs/
 
 @pytest.fixture
 def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[JsonReceiver]:
+    # A busy machine may answer late.
+    monkeypatch.setattr(lineage_events, "TIMEOUT_S", 60.0)
+    monkeypatch.setattr(lineage_events, "END_TIMEOUT_S", 60.0)
     with receive_json() as server:
         monkeypatch.setenv("OPENLINEAGE_URL", f"{server.url}/")
         yield server

@@ -16,7 +16,9 @@ from rollmill.tasks.look.ledger.step_attribution import build_ledger
 
 pytestmark = pytest.mark.service
 
-STEPS, GROUPS, GROUP_SIZE = 8, 6, 4
+STEPS, GROUPS, GROUP_SIZE = 16, 6, 4
+# Long enough to be interrupted four times.
+RUN = ("run", "small", "--set", f"steps={STEPS}")
 
 
 def scan(run: Path) -> pl.LazyFrame:
@@ -58,7 +60,7 @@ def test_a_run_survives_ctrl_c_sigkill_and_the_death_of_both_services(
 ) -> None:
     run = workplace.folder / "runs" / "small"
 
-    interrupted = workplace.start("run", "small")
+    interrupted = workplace.start(*RUN)
     wait_until(lambda: len(rollouts(run)) > 0, interrupted)
     interrupted.send_signal(signal.SIGINT)
     output, _ = interrupted.communicate(timeout=300)
@@ -67,7 +69,7 @@ def test_a_run_survives_ctrl_c_sigkill_and_the_death_of_both_services(
     assert not workplace.processes()
     before_kill = rollouts(run)
 
-    killed = workplace.start("run", "small")
+    killed = workplace.start(*RUN)
     wait_until(lambda: rollouts(run)["step"].n_unique() > 1, killed)
     os.kill(killed.pid, signal.SIGKILL)
     killed.communicate(timeout=300)
@@ -77,7 +79,7 @@ def test_a_run_survives_ctrl_c_sigkill_and_the_death_of_both_services(
     assert same.equals(before_kill.sort("trajectory_id"))
 
     n_steps = stored["step"].n_unique()
-    resumed = workplace.start("run", "small")
+    resumed = workplace.start(*RUN)
     wait_until(lambda: rollouts(run)["step"].n_unique() > n_steps, resumed)
     os.kill(the_process(workplace, "VLLM::EngineCore"), signal.SIGKILL)
     wait_until(lambda: rollouts(run)["step"].n_unique() > n_steps + 1, resumed)
@@ -96,10 +98,10 @@ def test_a_run_survives_ctrl_c_sigkill_and_the_death_of_both_services(
     assert "resuming at step " in output, output
     check_finished(workplace, run, stored)
     check_time_of_restarts(run)
-    reseeded = workplace.run("run", "small", "--set", "seed=5")
+    reseeded = workplace.run(*RUN, "--set", "seed=5")
     assert reseeded.returncode == 1
     assert "seed: the run has 0, given is 5" in reseeded.stdout
-    again = workplace.run("run", "small")
+    again = workplace.run(*RUN)
     assert again.returncode == 1
     assert f"has done all its {STEPS} steps" in again.stdout
     check_evaluable(workplace, run, stub_python)
@@ -124,12 +126,12 @@ def check_evaluable(workplace: Any, run: Path, stub_python: str) -> None:
     words = ("evaluate", "small", "--set", f"serve.python={stub_python}", "--version")
     there_is_none = workplace.run(*words, "5")
     assert there_is_none.returncode == 2
-    assert "has checkpoints of 6, 8; give one of them" in there_is_none.stdout
-    evaluated = workplace.run(*words, "6")
+    assert "has checkpoints of 14, 16; give one of them" in there_is_none.stdout
+    evaluated = workplace.run(*words, "14")
     assert evaluated.returncode == 0, evaluated.stdout
-    assert "version 6 of runs/small, 8 held-out problems, 95 % intervals: reward" in evaluated.stdout
+    assert "version 14 of runs/small, 8 held-out problems, 95 % intervals: reward" in evaluated.stdout
     rows = pl.scan_ipc(run / "evaluations/**/*.arrow").collect()
-    assert sorted(rows["policy_version"].unique()) == [0, 4, 6, 8]
+    assert sorted(rows["policy_version"].unique()) == [0, 4, 8, 12, 14, 16]
     assert json.loads((run / "run.json").read_text())["status"] == "finished"
 
 
@@ -159,7 +161,7 @@ def check_finished(workplace: Any, run: Path, stored: pl.DataFrame) -> None:
     shown = inspect(workplace, str(run))
     assert (shown["steps"], shown["policy_version"], shown["trajectories"]) == (STEPS, STEPS, len(rows))
     assert shown["by_status"].keys() <= {"complete", "truncated"}
-    assert [each["step"] for each in shown["held_out"]] == [0, 4, 8]
+    assert [each["step"] for each in shown["held_out"]] == [0, 4, 8, 12, 16]
     checkpoint = json.loads((run / "checkpoints" / f"version={STEPS:06d}" / "COMPLETE.json").read_text())
     metrics = pl.scan_ipc(run / "metrics/**/*.arrow", hive_partitioning=True).collect()
     trained = metrics.filter(pl.col("name") == "train/updated")

@@ -5,6 +5,7 @@ import itertools
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,7 +22,9 @@ RowMaker = Callable[..., pa.RecordBatch]
 Action = tuple[str, int, int]
 
 APPENDS = st.tuples(st.sampled_from(["rollouts", "groups"]), st.integers(0, 2), st.integers(0, 4))
-PAUSES = st.tuples(st.sampled_from(["yield", "sleep", "flush", "await", "cancel"]), st.just(0), st.just(0))
+PAUSES = st.tuples(
+    st.sampled_from(["yield", "sleep", "flush", "await", "cancel", "expect"]), st.just(0), st.just(0)
+)
 
 
 @given(st.lists(st.one_of(APPENDS, PAUSES), max_size=30), st.sampled_from([0.0, 0.001, 60.0]))
@@ -44,7 +47,7 @@ async def carry_out(
 ) -> dict[tuple[str, int], list[int]]:
     """Append rows with running group numbers; what was acknowledged is checked on the spot."""
     numbers, expected = itertools.count(), defaultdict[tuple[str, int], list[int]](list)
-    async with RunWriter(open_files(folder), 1, flush_s) as writer:
+    async with RunWriter(open_files(folder), 1, flush_s) as writer, AsyncExitStack() as expecting:
         last: asyncio.Future[None] | None = None
         for kind, step, n in actions:
             if kind in ("rollouts", "groups"):
@@ -61,6 +64,10 @@ async def carry_out(
                     )
             elif kind == "cancel" and last is not None:
                 last.cancel()
+            elif kind == "expect":
+                # From here to the next such action.
+                await expecting.aclose()
+                expecting.enter_context(writer.expect_rows())
             else:
                 await asyncio.sleep(0.002 if kind == "sleep" else 0)
     return expected

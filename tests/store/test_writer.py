@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -89,18 +90,37 @@ async def test_rows_that_arrive_during_a_commit_become_one_shard_for_each_partit
     assert groups_of(folder, step=0) == [0, 1, 2, 3]
 
 
-async def test_a_commit_waits_for_more_rows_and_a_flush_cuts_the_wait_short(
+async def test_a_commit_waits_for_rows_that_are_expected_and_a_flush_cuts_the_wait_short(
     folder: RunFolder, rows: RowMaker
 ) -> None:
     async with asyncio.timeout(30), RunWriter(open_files(folder), epoch=1, flush_s=3600.0) as writer:
-        waiting = [writer.append("rollouts", rows("rollouts", step=0, group=n), step=0) for n in range(5)]
-        await asyncio.sleep(0.05)
-        assert shards(folder) == []
-        await writer.flush()
+        with writer.expect_rows():
+            waiting = [writer.append("rollouts", rows("rollouts", step=0, group=n), step=0) for n in range(5)]
+            await asyncio.sleep(0.05)
+            assert shards(folder) == []
+            await writer.flush()
         assert all(each.done() for each in waiting)
         assert len(shards(folder)) == 1
         writer.append("rollouts", rows("rollouts", step=0, group=5), step=0)
     assert groups_of(folder) == [0, 1, 2, 3, 4, 5]
+
+
+async def test_a_commit_begins_at_once_when_no_more_rows_are_expected(
+    folder: RunFolder, rows: RowMaker
+) -> None:
+    async with asyncio.timeout(30), RunWriter(open_files(folder), epoch=1, flush_s=3600.0) as writer:
+        await writer.append("rollouts", rows("rollouts", step=0, group=0), step=0)
+        with writer.expect_rows():
+            with writer.expect_rows():
+                waiting = writer.append("rollouts", rows("rollouts", step=0, group=1), step=0)
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+        await waiting
+        with suppress(ZeroDivisionError), writer.expect_rows():
+            waiting = writer.append("rollouts", rows("rollouts", step=0, group=2), step=0)
+            raise ZeroDivisionError
+        await waiting
+    assert len(shards(folder)) == 3
 
 
 async def test_rows_that_a_step_waits_for_are_stored_at_once_and_with_what_waited(
@@ -108,17 +128,18 @@ async def test_rows_that_a_step_waits_for_are_stored_at_once_and_with_what_waite
 ) -> None:
     files = GatedFiles(folder)
     async with asyncio.timeout(30), RunWriter(files, epoch=1, flush_s=3600.0) as writer:
-        waited = writer.append("rollouts", rows("rollouts", step=0, group=0), step=0)
-        first = asyncio.ensure_future(writer.store("plans", rows("plans", step=0), step=0))
-        await files.until_committing()
-        second = asyncio.ensure_future(writer.store("batches", rows("batches", 0), step=0))
-        await asyncio.sleep(0)
-        assert not first.done()
-        files.gate.set()
-        await asyncio.gather(waited, first, second)
-        later = writer.append("rollouts", rows("rollouts", step=0, group=1), step=0)
-        await asyncio.sleep(0.05)
-        assert not later.done()
+        with writer.expect_rows():
+            waited = writer.append("rollouts", rows("rollouts", step=0, group=0), step=0)
+            first = asyncio.ensure_future(writer.store("plans", rows("plans", step=0), step=0))
+            await files.until_committing()
+            second = asyncio.ensure_future(writer.store("batches", rows("batches", 0), step=0))
+            await asyncio.sleep(0)
+            assert not first.done()
+            files.gate.set()
+            await asyncio.gather(waited, first, second)
+            later = writer.append("rollouts", rows("rollouts", step=0, group=1), step=0)
+            await asyncio.sleep(0.05)
+            assert not later.done()
     assert groups_of(folder) == [0, 1]
 
 

@@ -207,7 +207,8 @@ class GroupActor:
             self._admission.request_slots(len(task.attempts), (task.step, ROLLOUT)) as tickets,
         ):
             work = await self._step(task.step).open_group(task)
-            sampled = await work.rollout(task.attempts, tickets, deadline).sample()
+            with self._joined.writer.expect_rows():
+                sampled = await work.rollout(task.attempts, tickets, deadline).sample()
             await asyncio.gather(*sampled.acknowledgements)
         self._pool.forget(task.group)
         kept = self._kept.pop(task.group, None)
@@ -227,7 +228,8 @@ class GroupActor:
                 table = await asyncio.to_thread(read_trajectories, self._folder, step, ids)
                 rollouts = rows_from_table(table)
             work = await self._step(step).open_group(GroupTask(step, group, None, ()))
-            scored = await work.score(sort_rows(rollouts, "sample")).score()
+            with self._joined.writer.expect_rows():
+                scored = await work.score(sort_rows(rollouts, "sample")).score()
             await asyncio.gather(*scored.acknowledgements)
         return self._reply(scored.rows.select(SCORE_COLUMNS))
 

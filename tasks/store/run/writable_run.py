@@ -28,8 +28,8 @@ from rollmill.tasks.store.span_rows import RunSpans
 
 RUN_ID_BYTES = 8
 
-# How long a commit waits for more rows. On a disk a file costs little. On S3 each commit is a request: waiting makes a handful
-# of a step's dozens, and delays only the end of each group.
+# How long a commit waits for more rows, while any are expected. On a disk a file costs little. On S3 each commit is a request: waiting
+# makes a handful of a step's dozens.
 LOCAL_FLUSH_S, S3_FLUSH_S = 0.02, 2.0
 
 

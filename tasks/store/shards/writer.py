@@ -1,7 +1,7 @@
 """The run's writer: gathers rows, commits them as shards in a thread, and acknowledges them.
 
-A commit stores everything gathered while the one before it ran, one shard for each partition; `flush_s` makes
-it wait for more. Rows are acknowledged when their shard has been renamed into place: from then on no death of
+A commit stores everything gathered while the one before it ran, one shard for each partition; while more rows are
+expected, it waits `flush_s` for them. Rows are acknowledged when their shard has been renamed into place: from then on no death of
 this process loses them. A kill between rename and acknowledgement leaves stored rows without an acknowledgement;
 a resumed run finds them in the folder, as it finds all others.
 
@@ -9,8 +9,9 @@ Compactions run in a dedicated thread, one at a time, so that no commit waits fo
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -96,7 +97,7 @@ class RunWriter:
     lane `lane`.
 
     Attributes:
-        flush_s: seconds that a commit waits for more rows.
+        flush_s: seconds that a commit waits for more rows, while `expect_rows` is in use.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class RunWriter:
         self._unsettled: set[asyncio.Future[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._is_committing = self._is_urgent = False
-        self._n_shards = 0
+        self._n_expecting = self._n_shards = 0
         self._thread: ThreadPoolExecutor | None = None
         self._compacting: ThreadPoolExecutor | None = None
 
@@ -155,6 +156,20 @@ class RunWriter:
         self._set_timer()
         # Shielded: a caller that is cancelled must not cancel the future that the commit completes.
         return asyncio.shield(acknowledgement)
+
+    @contextmanager
+    def expect_rows(self) -> Iterator[None]:
+        """Say that rows will be appended in the block: meanwhile commits wait `flush_s`, to store many rows in few shards.
+
+        After the last of the blocks that are open at one time a commit begins at once, and so it does without any.
+        """
+        self._n_expecting += 1
+        try:
+            yield
+        finally:
+            self._n_expecting -= 1
+            if not self._n_expecting:
+                self._commit()
 
     async def store(self, dataset: str, rows: pa.RecordBatch, **partition: PartitionValue) -> None:
         """Append rows that a step waits for, and return when they are stored, without waiting for `flush_s`.
@@ -213,7 +228,7 @@ class RunWriter:
         if self._inventory is None or not (notes := self._inventory.take()):
             return
         try:
-            await self.append(INVENTORY, self._inventory.rows(notes), epoch=self._epoch)
+            await self.store(INVENTORY, self._inventory.rows(notes), epoch=self._epoch)
         except StoreError:
             self._inventory.add(notes)
             raise
@@ -298,7 +313,8 @@ class RunWriter:
 
     def _set_timer(self) -> None:
         if self._gathered and self._timer is None and not self._is_committing:
-            delay_s = 0.0 if self._is_urgent else self.flush_s
+            waits = self._n_expecting and not self._is_urgent
+            delay_s = self.flush_s if waits else 0.0
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._commit)
 
     def _take(self) -> tuple[PendingByFolder, int]:
