@@ -171,7 +171,7 @@ class StubVllmServer:
 def _find_checksums(update: WeightUpdateRequest) -> dict[str, str]:
     """Those that are asked for of the weights that travel by files."""
     files = [httpx.get(each).content if "://" in each else Path(each).read_bytes() for each in update.files]
-    tensors = [each for file in files for each in safetensors.deserialize(file)]  # type: ignore[no-untyped-call]
+    tensors = [each for file in files for each in safetensors.deserialize(file)]  # type: ignore[no-untyped-call]  # it has no types
     return {
         name: hashlib.sha256(each["data"]).hexdigest() for name, each in tensors if name in update.checksums
     }
