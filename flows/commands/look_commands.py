@@ -96,11 +96,15 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Show steps, groups, trajectories or costs, filtered and sorted."""
-    from rollmill.tasks.look.tables.cost_view import select_costs_view
-    from rollmill.tasks.look.tables.run_tables import select_view
     from rollmill.tasks.look.tables.selection import Interval, Selection, parse_level, parse_names
     from rollmill.tasks.look.terminal.output import print_json, print_view
     from rollmill.tasks.store.run.run_search import find_run
+
+    # Only the costs need the modules that read spans, which take long to import.
+    if costs:
+        from rollmill.tasks.look.tables.cost_view import select_costs_view as select
+    else:
+        from rollmill.tasks.look.tables.run_tables import select_view as select
 
     selection = Selection(
         level=parse_level(steps=steps, groups=groups, trajectories=trajectories, costs=costs),
@@ -114,7 +118,7 @@ def inspect(
         sort=sort,
         limit=0 if limit is None and as_json else limit,
     )
-    shown = (select_costs_view if costs else select_view)(find_run(run), selection)
+    shown = select(find_run(run), selection)
     if as_json:
         print_json(shown.values)
     else:
