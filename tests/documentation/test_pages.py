@@ -28,7 +28,7 @@ PYTHON_IS_RUN_BY = {
     "improve.md": "tests/flows/test_improve.py",
     "publish.md": "tests/looking/test_publish.py",
     "queries.md": "tests/looking/test_run_frames.py",
-    "rescoring.md": "tests/flows/documented/conftest.py",
+    "rescoring.md": "tests/flows/documented/test_rescoring_pages.py",
     "scorers.md": "tests/score/test_scorers_documentation.py",
     "storage.md": "tests/flows/documented/test_stored_run_pages.py",
     "tutorial.md": "tests/flows/test_product.py",

@@ -7,16 +7,18 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tests.documentation.page_commands import Command
 
 TOOLS = Path(sys.executable).parent
 STAYS = re.compile(r"(rollmill (view|trainer|vllm)|(\S+/)?prefect worker start|\S+/python -m vllm)\b")
 """What runs until it is ended: its test waits for SAYS_THAT_IT_RUNS and leaves it running."""
-SAYS_THAT_IT_RUNS = re.compile(r"http://127\.0\.0\.1:\d+|Worker '.*' started!|rank \d+ of node 1")
+SAYS_THAT_IT_RUNS = re.compile(r"http://127\.0\.0\.1:\d+|Worker '.*' started!|Application startup complete")
+SAYS_NOTHING = re.compile(r"--node 1\b")
+"""Of what runs until it is ended, what prints nothing."""
 LONGEST_S = 900.0
 STOP_S = 120.0
 
@@ -34,6 +36,7 @@ class Scene:
     Args:
         changes: by page, or "" for all: words and numbers of commands, and those that replace them here.
         places: values of names in braces in these.
+        after: what happens between a command and the next one.
     """
 
     def __init__(
@@ -43,26 +46,39 @@ class Scene:
         environment: Mapping[str, str],
         changes: Mapping[str, Mapping[str, str]],
         places: Mapping[str, str],
+        after: Callable[["Scene", Command, str], None] | None = None,
     ) -> None:
         self.folder, self._changes, self._places = folder, changes, dict(places)
+        self._after = after
         self.environment = {**environment, "PATH": f"{TOOLS}:{os.environ['PATH']}"}
-        self._commands, self._outcomes = list(commands), dict[Command, Outcome]()
+        self._commands, self._outcomes = list(commands), dict[str, Outcome]()
         self._running: list[subprocess.Popen[str]] = []
         for name in (".venv", ".venv-vllm"):
             (folder / name).symlink_to(TOOLS.parent.parent / name)
 
     def run(self, command: Command) -> Outcome:
-        """The outcome of a command; those before it run first, so that its test can be run alone.
+        """The outcome of a command, run once; those before it run first, so that its test can be run alone.
 
         Raises:
             AssertionError: it failed; with what it printed.
         """
         for each in self._commands[: self._commands.index(command) + 1]:
-            if each not in self._outcomes:
-                self._outcomes[each] = self._start(each)
-        outcome = self._outcomes[command]
-        assert not outcome.status, f"{self.change(command)}\n{outcome.output}"
+            if (line := self.change(each)) not in self._outcomes:
+                self._outcomes[line] = outcome = self._start(each.text, line)
+                if self._after and not outcome.status:
+                    self._after(self, each, outcome.output)
+        outcome = self._outcomes[line]
+        assert not outcome.status, f"{line}\n{outcome.output}"
         return outcome
+
+    def prepare(self, line: str) -> None:
+        """Run a line of shell that no page has, before a command or between two.
+
+        Raises:
+            AssertionError: it failed; with what it printed.
+        """
+        outcome = self._start(line, line)
+        assert not outcome.status, f"{line}\n{outcome.output}"
 
     def change(self, command: Command) -> str:
         """The command as it is run here."""
@@ -72,9 +88,9 @@ class Scene:
             text = re.sub(rf"(?<![\w.]){re.escape(old)}(?!\w|\.\d)", lambda _, given=given: given, text)
         return text
 
-    def _start(self, command: Command) -> Outcome:
+    def _start(self, text: str, line: str) -> Outcome:
         process = subprocess.Popen(
-            ["bash", "-c", self.change(command)],
+            ["bash", "-c", line],
             cwd=self.folder,
             env=self.environment,
             stdin=subprocess.DEVNULL,
@@ -83,9 +99,10 @@ class Scene:
             text=True,
             start_new_session=True,
         )
-        words = [word for word in shlex.split(command.text) if not re.match(r"[A-Z_]+=", word)]
+        words = [word for word in shlex.split(text) if not re.match(r"[A-Z_]+=", word)]
         if STAYS.match(" ".join(words)):
-            return self._wait_for_sign(process)
+            self._running.append(process)
+            return self._wait_for_sign(process, SAYS_NOTHING.search(text) is None)
         try:
             output, _ = process.communicate(timeout=LONGEST_S)
         except subprocess.TimeoutExpired:
@@ -93,19 +110,21 @@ class Scene:
             raise
         return Outcome(process.returncode, output)
 
-    def _wait_for_sign(self, process: "subprocess.Popen[str]") -> Outcome:
-        self._running.append(process)
+    def _wait_for_sign(self, process: "subprocess.Popen[str]", has_sign: bool) -> Outcome:
         assert process.stdout
         output = ""
-        for line in process.stdout:
+        for line in process.stdout if has_sign else ():
             output += line
             if SAYS_THAT_IT_RUNS.search(line):
-                # A full pipe would hold it up.
-                threading.Thread(target=process.stdout.read, daemon=True).start()
-                return Outcome(None, output)
-        return Outcome(process.wait(), f"{output}\nit ended")
+                break
+        else:
+            if has_sign:
+                return Outcome(process.wait() or 1, f"{output}\nit ended")
+        # A full pipe would hold it up.
+        threading.Thread(target=process.stdout.read, daemon=True).start()
+        return Outcome(None, output)
 
-    def end(self, *_: Any) -> None:
+    def end(self) -> None:
         """End what runs on."""
         for process in reversed(self._running):
             if process.poll() is None:

@@ -12,7 +12,7 @@ import yaml
 from page_scene import Scene
 
 from tests.documentation.documented_runs import CHANGED
-from tests.documentation.page_commands import ROOT, commands_run_by
+from tests.documentation.page_commands import ROOT, Command, commands_run_by
 
 UNSEEN = {"transport": "files", "parity_sequences": 0}
 """A stub computes checksums of weights in files, and no log-probabilities."""
@@ -36,6 +36,7 @@ def open_scene(
         file: str,
         values: Mapping[str, Mapping[str, Any]] | None = None,
         environment: Mapping[str, str] | None = None,
+        after: Callable[[Scene, Command, str], None] | None = None,
         **places: str,
     ) -> Iterator[Scene]:
         folder = tmp_path_factory.mktemp("scene")
@@ -47,6 +48,7 @@ def open_scene(
                 place.environment | dict(environment or {}),
                 CHANGED,
                 {"api": prefect_api, **places},
+                after,
             )
             try:
                 yield scene

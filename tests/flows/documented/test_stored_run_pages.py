@@ -1,6 +1,8 @@
 """What README and docs do with a run: its commands one after another, and the pages' Python."""
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -49,7 +51,27 @@ def scene(
         (package / "__init__.py").touch()
         (loss,) = blocks("algorithms.md", "import torch\n\nfrom rollmill.tasks.train.objective.losses")
         (package / "losses.py").write_text(loss)
+        write_qwen(scene.folder)
         yield scene
+
+
+def write_qwen(folder: Path) -> None:
+    """What `rollmill memory gsm8k` reads of Qwen2.5-1.5B-Instruct: its sizes."""
+    sizes = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    }
+    model = folder / "models" / "Qwen2.5-1.5B-Instruct"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(sizes))
+    shutil.copy(ROOT / "conf" / "gsm8k.yaml", folder / "conf")
 
 
 def blocks(name: str, beginning: str = "") -> list[str]:
