@@ -237,6 +237,13 @@ def spans(
             help="Send the spans to an OpenTelemetry receiver instead, by OTLP over HTTP, such as http://127.0.0.1:4318.",
         ),
     ] = "",
+    trajectories: Annotated[
+        bool,
+        typer.Option(
+            "--trajectories",
+            help="With --otlp: send the trajectories of the last step, or of --step, instead, as conversations.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show where the time of steps went: owners, waits and causes, the critical path, what would shorten it."""
@@ -251,8 +258,15 @@ def spans(
     interval = Interval.parse("--step", step) if step else None
     if as_json and otlp:
         raise ConfigError("--json", "true", "it prints the tables; leave it out with --otlp")
+    if trajectories and not otlp:
+        raise ConfigError("--trajectories", "true", "it sends them: give the receiver with --otlp URL")
     if otlp:
         check_receiver("--otlp", otlp)
+        if trajectories:
+            from rollmill.tasks.look.export.trajectory_traces import send_trajectories
+
+            typer.echo(send_trajectories(folder, interval, otlp))
+            return
         from rollmill.tasks.look.export.otlp_export import send_otlp
 
         typer.echo(send_otlp(folder, interval, otlp))

@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import urlsplit
 
 import polars as pl
@@ -99,20 +99,32 @@ def export_traces(
     Raises:
         RequestError: the receiver did not accept them.
     """
-    url = endpoint if urlsplit(endpoint).path.strip("/") else f"{endpoint.rstrip('/')}{TRACES}"
     rows = split_attempts(spans, steps, is_over=is_over)
     known = set() if known is None else known
     new = [each for each in _readable_spans(rows, run, name) if each.context.span_id not in known]
+    return send_spans(endpoint, new, timeout_s, known)
+
+
+def send_spans(
+    endpoint: str, spans: Sequence[ReadableSpan], timeout_s: float, known: set[int] | None = None
+) -> int:
+    """Send spans to a receiver, and return their number; see `export_traces`, also for `known`.
+
+    Raises:
+        RequestError: the receiver did not accept them.
+    """
+    url = endpoint if urlsplit(endpoint).path.strip("/") else f"{endpoint.rstrip('/')}{TRACES}"
     exporter = OTLPSpanExporter(url, timeout=timeout_s)
     try:
-        for at in range(0, len(new), BATCH):
-            batch = new[at : at + BATCH]
+        for at in range(0, len(spans), BATCH):
+            batch = spans[at : at + BATCH]
             if exporter.export(batch) is not SpanExportResult.SUCCESS:
                 raise RequestError(f"{url} did not accept the spans; {at} were sent")
-            known.update(each.context.span_id for each in batch)
+            if known is not None:
+                known.update(each.context.span_id for each in batch)
     finally:
         exporter.shutdown()
-    return len(new)
+    return len(spans)
 
 
 def send_otlp(folder: RunFolder, asked: Interval | None, endpoint: str) -> str:
