@@ -17,6 +17,7 @@ from rollmill.tasks.config import StageConfig, setting
 from rollmill.tasks.observe.metrics import ALL
 from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.score.config import ScoreConfig
+from rollmill.tasks.user_code.plug_in import PlugIn
 
 LARGEST_WEIGHT = 10_000
 
@@ -42,12 +43,14 @@ class EvaluateConfig(StageConfig):
     temperature: float = setting(
         0.0, "Temperature of the sampled answers; 0: rollout.temperature.", ge=0.0, le=10.0, fixed=True
     )
-    scorer: str = setting("", "Scorer of held-out trajectories, one by one; empty: score.scorer.", fixed=True)
+    scorer: PlugIn = setting(
+        PlugIn(), "Scorer of held-out trajectories, one by one; empty: score.scorer.", fixed=True
+    )
 
 
 OF_ENVIRONMENT = frozenset(
     {
-        *("rollout.environment", "rollout.environment_args", "rollout.prompts", "rollout.keep_states"),
+        *("rollout.environment", "rollout.prompts", "rollout.keep_states"),
         "rollout.problem_weight",
         *("rollout.max_prompt_tokens", "rollout.long_prompts", "rollout.max_completion_tokens"),
         *("rollout.temperature", "rollout.sampling", "rollout.trajectory_timeout_s"),
@@ -74,7 +77,7 @@ EnvironmentName = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$"), AfterVa
 
 def may_differ(name: str) -> bool:
     """Return True if an environment may have another value of a setting, given by its dotted name, than the run."""
-    return name in OF_ENVIRONMENT or name.rpartition(".")[0] in OF_ENVIRONMENT
+    return any(name == each or name.startswith(f"{each}.") for each in OF_ENVIRONMENT)
 
 
 class EnvironmentConfig(StageConfig):

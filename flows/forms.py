@@ -16,6 +16,7 @@ from rollmill.flows.environment_config import may_differ
 from rollmill.flows.presets import merge_settings
 from rollmill.flows.settings import UNREAD_BY_COLLECT, settings
 from rollmill.tasks.config import StageConfig
+from rollmill.tasks.rollout.environment import WITH_ARGUMENTS, describe_environment_arguments
 
 ADVANCED = "advanced"
 _ABOUT_ADVANCED = "Settings that rarely need another value than their default."
@@ -36,7 +37,9 @@ class RunForm:
     def schema(self) -> dict[str, Any]:
         """Return the JSON schema of a deployment's parameter `config`, from which Prefect shows the form."""
         whole = self.model.model_json_schema()
-        shown = _show_overrides(_drop(_inline(whole, whole["$defs"]), self.hidden))
+        shown = _show_overrides(
+            _show_arguments(_drop(inline_definitions(whole, whole["$defs"]), self.hidden))
+        )
         basic, advanced = _select(shown, is_basic=True), _select(shown, is_basic=False)
         section = advanced | {"title": "Advanced", "description": _ABOUT_ADVANCED}
         return _number(basic | {"properties": basic["properties"] | {ADVANCED: section}})
@@ -80,15 +83,15 @@ def merge_advanced(given: Any) -> Any:
     return merge_settings(others, given[ADVANCED] or {})
 
 
-def _inline(shape: Any, definitions: Mapping[str, Any]) -> Any:
+def inline_definitions(shape: Any, definitions: Mapping[str, Any]) -> Any:
     """Return a JSON schema with every $ref replaced by its definition, so that one section can be shown in part."""
     if isinstance(shape, list):
-        return [_inline(each, definitions) for each in shape]
+        return [inline_definitions(each, definitions) for each in shape]
     if not isinstance(shape, dict):
         return shape
     target = definitions[shape["$ref"].rpartition("/")[2]] if "$ref" in shape else {}
     joined = target | {name: value for name, value in shape.items() if name not in ("$ref", "$defs")}
-    return {name: _inline(value, definitions) for name, value in joined.items()}
+    return {name: inline_definitions(value, definitions) for name, value in joined.items()}
 
 
 def _drop(section: dict[str, Any], hidden: Collection[str], prefix: str = "") -> dict[str, Any]:
@@ -99,6 +102,38 @@ def _drop(section: dict[str, Any], hidden: Collection[str], prefix: str = "") ->
         if f"{prefix}{name}" not in hidden
     }
     return section | {"properties": properties}
+
+
+def _show_arguments(section: dict[str, Any]) -> dict[str, Any]:
+    """Return a section's JSON schema in which settings that name an environment show the typed arguments of those of Rollmill.
+
+    Prefect's UI has a tab for each form of such a setting: name alone, name and arguments as JSON, each environment with arguments.
+    """
+    properties: dict[str, Any] = {}
+    for name, field in section["properties"].items():
+        if "properties" in field:
+            properties[name] = _show_arguments(field)
+        elif "properties" in field.get("items", {}):
+            properties[name] = field | {"items": _show_arguments(field["items"])}
+        elif name in ("environment", "problems") and "anyOf" in field:
+            properties[name] = field | {
+                "anyOf": [*field["anyOf"], *map(_describe_environment, WITH_ARGUMENTS)]
+            }
+        else:
+            properties[name] = field
+    return section | {"properties": properties}
+
+
+def _describe_environment(name: str) -> dict[str, Any]:
+    arguments = describe_environment_arguments(name) | {"title": "Arguments"}
+    named = {"title": "Name", "type": "string", "enum": [name], "default": name}
+    return {
+        "title": name,
+        "type": "object",
+        "properties": {"name": named, "args": arguments},
+        "required": ["name"],
+        "additionalProperties": False,
+    }
 
 
 def _show_overrides(shown: dict[str, Any]) -> dict[str, Any]:

@@ -113,11 +113,14 @@ def _refuse(problem: str, node: yaml.Node) -> yaml.MarkedYAMLError:
 
 
 def merge_settings(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with `others` added, section by section; a setting in both has the value in `others`."""
+    """Return settings with `others` added, section by section; a setting in both has the value in `others`.
+
+    A plug-in with arguments replaces another one as a whole.
+    """
     merged = dict(values)
     for name, other in others.items():
         mine = merged.get(name)
-        are_sections = isinstance(mine, Mapping) and isinstance(other, Mapping)
+        are_sections = isinstance(mine, Mapping) and isinstance(other, Mapping) and "args" not in other
         merged[name] = merge_settings(mine or {}, other) if are_sections else other
     return merged
 

@@ -52,8 +52,8 @@ def _named_environments(config: RunConfig) -> str | dict[str, int]:
 
 
 def _corpus(rollout: RolloutConfig) -> str:
-    """Return the name of the environment whose warm-up corpus a start model learns: for an agent, that of its problems."""
-    return rollout.agent.problems if rollout.environment == "agent" else rollout.environment
+    """Return the environment, with its arguments, whose warm-up corpus a start model learns: for an agent, that of its problems."""
+    return str(rollout.agent.problems if rollout.environment.name == "agent" else rollout.environment)
 
 
 def stored_model_folder(stored: Mapping[str, Any]) -> Path:

@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 from typing_extensions import TypeIs
 
 from rollmill.flows.cli import app
-from rollmill.flows.forms import FORMS
+from rollmill.flows.forms import FORMS, inline_definitions
 from rollmill.tasks.config import StageConfig, import_named
 
 PAGE = Path("docs") / "reference" / "settings.md"
@@ -25,6 +25,7 @@ Every flow's settings and every command, as they describe themselves. `python -m
 
 A setting is named as `--set` takes it: `--set train.lr=1e-6`. **Fixed** settings cannot change when a run is resumed
 ([operations](../how-to/operations.md#resuming-a-run)). No number may be infinite or NaN. A list is written `[one,two]`.
+Text or mapping is the name of a [plug-in](glossary.md#words), or `{name: NAME, args: {ARGUMENT: VALUE}}` ([arguments](../how-to/scorers.md#arguments)).
 """
 _SETTINGS_HEAD = "| setting | type | default | allowed | fixed | meaning |\n|---|---|---|---|---|---|"
 _COMMANDS_HEAD = "| argument or option | meaning |\n|---|---|"
@@ -105,7 +106,8 @@ def _below(
 
 def _table(model: type[StageConfig], prefix: str) -> Iterator[str]:
     """Yield the markdown table of one section's settings; a subsection is one line with a link to its own table."""
-    properties = model.model_json_schema()["properties"]
+    whole = model.model_json_schema()
+    properties = inline_definitions(whole["properties"], whole.get("$defs", {}))
     yield _SETTINGS_HEAD
     for name, field in model.model_fields.items():
         path, shape = f"{prefix}{name}", properties[name]
@@ -137,6 +139,7 @@ def _kind(shape: dict[str, Any]) -> str:
         "number": "number",
         "boolean": "yes or no",
         "null": "none",
+        "object": "mapping",
     }
     if "anyOf" in shape:
         return " or ".join(_kind(each) for each in shape["anyOf"])
@@ -168,7 +171,7 @@ def _code(value: object) -> str:
         return f"`{str(value).lower()}`"
     if isinstance(value, tuple | list):
         return f"`[{','.join(str(each) for each in value)}]`"
-    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`" if value != "" else "empty"
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`" if str(value) else "empty"
 
 
 def _commands() -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from rollmill.flows.config import RunConfig
 from rollmill.flows.environments import environment_configs, list_altered, name_environment
 from rollmill.tasks.errors import ConfigError, show_value
-from rollmill.tasks.rollout.environment import ENVIRONMENTS, environment_library
+from rollmill.tasks.rollout.environment import environment_library
 from rollmill.tasks.score.terms import SCORERS
 from rollmill.tasks.store.folders import S3_SCHEME
 from rollmill.tasks.store.run.immutable_settings import get_setting
@@ -17,8 +17,6 @@ from rollmill.tasks.train.setting_rules import HAS_RATIO, check_objective, check
 Rule = tuple[str, bool, str]
 # Policy versions; asynchronous training is rarely stable above some ten.
 MOST_STALENESS = 32
-# Registered environments that read rollout.environment_args; that of agent gives the problems.
-WITH_ARGUMENTS = {"agent", "nemo_gym", "openenv"}
 
 
 def check_config(config: RunConfig) -> None:
@@ -69,7 +67,7 @@ def check_correction(train: TrainConfig, altered: Sequence[str]) -> None:
     mode, level = train.importance.mode, train.importance.level
     why = f"{', '.join(altered)}: tokens are sampled from another distribution than the one that is trained"
     undo = "or train on what was sampled without it (docs/how-to/rollouts.md)"
-    has_ratio = HAS_RATIO.get(train.loss, True)
+    has_ratio = HAS_RATIO.get(train.loss.name, True)
     if mode == "none":
         further = (
             " and train.old_logprobs to trainer" if has_ratio and train.old_logprobs == "sampler" else ""
@@ -77,9 +75,7 @@ def check_correction(train: TrainConfig, altered: Sequence[str]) -> None:
         remedy = f"{why}; set it to truncated{further}, so that each token is weighted by the ratio of both, {undo}"
         raise ConfigError("train.importance.mode", mode, remedy)
     if has_ratio and train.old_logprobs == "sampler":
-        remedy = (
-            f"{why}, and the ratio of the loss {train.loss} would not begin at 1; set it to trainer, {undo}"
-        )
+        remedy = f"{why}, and the ratio of the loss {train.loss.name} would not begin at 1; set it to trainer, {undo}"
         raise ConfigError("train.old_logprobs", train.old_logprobs, remedy)
     if level == "sequence_mean":
         remedy = f"{why}, and a geometric mean over the answer does not correct that; set it to token, {undo}"
@@ -96,9 +92,9 @@ def _check_replay(config: RunConfig) -> None:
             "stored groups have no routed experts any more: set it to false, or rollout.replay.share to 0"
         )
         raise ConfigError("train.replay_routing", True, remedy)
-    has_ratio = HAS_RATIO.get(train.loss, True)
+    has_ratio = HAS_RATIO.get(train.loss.name, True)
     if train.importance.mode == "none" and not (has_ratio and train.old_logprobs == "sampler"):
-        and_old = "" if has_ratio else f", since the loss {train.loss} has no ratio"
+        and_old = "" if has_ratio else f", since the loss {train.loss.name} has no ratio"
         remedy = (
             f"rollout.replay.share = {share:g}: earlier policies sampled the stored groups; set it to truncated{and_old}, so that each "
             "token is weighted by the ratio of both policies (docs/how-to/rollouts.md)"
@@ -133,7 +129,7 @@ def list_warnings(config: RunConfig) -> list[str]:
         ),
         (
             "train.clip_high",
-            train.loss == "gspo" and train.clip_high >= WIDE_GSPO_CLIP,
+            train.loss.name == "gspo" and train.clip_high >= WIDE_GSPO_CLIP,
             "gspo clips the ratio of a whole answer, which rarely leaves so wide a range: see the preset gspo",
         ),
         (
@@ -222,7 +218,7 @@ def _model_rules(config: RunConfig) -> list[Rule]:
         ),
         (
             "rollout.prompts.path",
-            rollout.environment == "prompts" and not rollout.prompts.path,
+            rollout.environment.name == "prompts" and not rollout.prompts.path,
             "give the file, folder or name of a data set with prompts, or another rollout.environment",
         ),
         (
@@ -256,12 +252,7 @@ def _rollout_rules(config: RunConfig) -> list[Rule]:
         (
             "rollout.keep_states",
             bool(rollout.keep_states) and not environment_library(rollout),
-            f"is for library environments only; {rollout.environment} declares its states itself (docs/how-to/environments.md)",
-        ),
-        (
-            "rollout.environment_args",
-            bool(rollout.environment_args) and rollout.environment in ENVIRONMENTS.keys() - WITH_ARGUMENTS,
-            f"the environment {rollout.environment} takes none: remove it",
+            f"is for library environments only; {rollout.environment.name} declares its states itself (docs/how-to/environments.md)",
         ),
         (
             "score.min_group_size",
@@ -362,7 +353,7 @@ def _trainer_rules(config: RunConfig) -> list[Rule]:
 def _reference_rules(config: RunConfig) -> list[Rule]:
     """Return the rules for the settings of the reference policy of the KL term."""
     rollout, train = config.rollout, config.train
-    is_distilled = config.score.advantage == "zero"
+    is_distilled = config.score.advantage.name == "zero"
     return [
         (
             "train.kl.reference",

@@ -6,11 +6,12 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, to_jsonable_python
 
 from rollmill.flows.config import CONSTANTS, FOREIGN, GONE, RENAMED, RunConfig
 from rollmill.flows.environment_config import read_entries
@@ -98,10 +99,11 @@ def name_override(folder: RunFolder, overrides: Sequence[str]) -> Iterator[None]
     try:
         yield
     except ConfigError as error:
-        if error.field in {each.partition("=")[0] for each in overrides}:
+        # An override may give the name or one argument of a plug-in.
+        if any(each.startswith((f"{error.field}=", f"{error.field}.")) for each in overrides):
             raise
         stored = folder.path("run.json")
-        if error.field in settings():
+        if error.field.partition(".args")[0] in settings():
             remedy = f"{stored} has this value: replace it with --set {error.field}=VALUE"
         elif error.field in RENAMED | CONSTANTS | GONE:
             remedy = f"{stored} has this setting: change it there, because --set cannot remove it"
@@ -193,7 +195,9 @@ def describe() -> Iterator[str]:
     """Yield a line for each setting of a run: name, default as `--set` takes it, whether it cannot change on resume, meaning."""
     for name, field in _fields(RunConfig):
         mark = " (fixed)" if _is_fixed(field) else ""
-        default = json.dumps(field.get_default(call_default_factory=True), ensure_ascii=False)
+        default = json.dumps(
+            to_jsonable_python(field.get_default(call_default_factory=True)), ensure_ascii=False
+        )
         yield f"{name} = {default}{mark}: {field.description}"
 
 
@@ -202,14 +206,17 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise ConfigError("--set", override, "write it as key=value, for example train.lr=1e-6")
     *sections, name = key.split(".")
-    for section in sections:
+    for section, inner in pairwise([*sections, name]):
+        if inner in ("name", "args") and isinstance(given := values.get(section), str):
+            # A plug-in without arguments is given by its name alone.
+            values[section] = {"name": given}
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
             raise ConfigError("--set", override, f"{section} is a single setting, not a section")
-    values[name] = _value(text)
+    values[name] = parse_value(text)
 
 
-def _value(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """Parse an override's value as YAML; a text that Python reads as a number, such as 1e-6, becomes a float."""
     try:
         value = parse_yaml(text) if text else ""

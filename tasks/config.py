@@ -117,10 +117,10 @@ def may_be_secret(field: str, value: object) -> bool:
     # A short number is none.
     if not isinstance(value, str | dict) and len(text) < _SHORTEST_KEY:
         return False
-    return bool(_SECRET_SETTING.search(field) or "--api" in text or _find_secret(text))
+    return bool(_SECRET_SETTING.search(field) or "--api" in text or find_secret(text))
 
 
-def _find_secret(text: str) -> str:
+def find_secret(text: str) -> str:
     """Return why a text may be no setting: it is an address or has a JSON object with a secret; empty if it has none."""
     if "://" in text and _SECRET_ADDRESS.search(text):
         return NO_SECRET
@@ -144,7 +144,7 @@ class StageConfig(BaseModel):
         """Return the setting's value; raise an error if it is an address, or a JSON object, with a password or a key."""
         # Settings are shown in logs and in Prefect, and stored in run.json.
         for text in value if isinstance(value, tuple) else (value,):
-            if isinstance(text, str) and (remedy := _find_secret(text)):
+            if isinstance(text, str) and (remedy := find_secret(text)):
                 raise PydanticCustomError("secret", "{remedy}", {"remedy": remedy})
         return value
 
@@ -218,9 +218,9 @@ def _notes(default: Any, limits: Mapping[str, Any], *, fixed: bool) -> list[str]
         notes.append(f"Default: {'on' if default else 'off'}.")
     elif (
         not callable(default)
-        and default not in ("", ())
+        and str(default) not in ("", "()")
         and len(str(default)) <= LONGEST_DEFAULT
-        and not isinstance(default, BaseModel)
+        and not isinstance(default, StageConfig)
     ):
         notes.append(f"Default: {_number(default)}.")
     return [*notes, "Cannot change when a run is resumed."] if fixed else notes

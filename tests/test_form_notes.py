@@ -51,9 +51,9 @@ def test_titles_are_words_with_units(name: str, title: str) -> None:
 
 @pytest.mark.parametrize("model", [RunConfig, RescoreConfig])
 def test_the_form_needs_no_json_box(model: type[StageConfig]) -> None:
-    """Unions and dictionaries are boxes for JSON in the form."""
+    """Unions and dictionaries are boxes for JSON in the form, but for arguments of a plug-in, which has a tab with its name alone."""
     schema = model.model_json_schema()
-    sections = [schema, *schema["$defs"].values()]
+    sections = [schema, *(each for name, each in schema["$defs"].items() if name != "PlugIn")]
     fields = [(each["title"], name, field) for each in sections for name, field in each["properties"].items()]
     boxes = [
         (title, name) for title, name, field in fields if "anyOf" in field or field.get("type") == "object"

@@ -15,6 +15,7 @@ from rollmill.tasks.rollout.environment import make_environment
 from rollmill.tasks.score.advantages import resolve_advantage
 from rollmill.tasks.score.config import ScoreConfig
 from rollmill.tasks.score.terms import resolve_terms
+from rollmill.tasks.user_code.plug_in import PlugIn
 
 MODULE = """
 from rollmill.tasks.rollout.environments.addition import Addition
@@ -47,6 +48,7 @@ plain = plugin_of_a_test:plain
 SCRIPT = """
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.objective.objective import build_loss
+from rollmill.tasks.user_code.plug_in import PlugIn
 print(build_loss(TrainConfig(loss="plain"))[0].func.__name__)
 """
 
@@ -78,7 +80,7 @@ def test_a_plugin_does_not_replace_what_comes_with_rollmill(plugin: Path) -> Non
 
 
 def test_an_advantage_is_found_by_its_registered_name(plugin: Path) -> None:
-    assert resolve_advantage("halves").of_group(np.array([1.0, 3.0])).tolist() == [0.5, 1.5]
+    assert resolve_advantage(PlugIn(name="halves")).of_group(np.array([1.0, 3.0])).tolist() == [0.5, 1.5]
 
 
 @pytest.mark.slow
@@ -94,4 +96,4 @@ def test_an_unknown_name_is_refused_with_those_of_plugins(plugin: Path) -> None:
     with pytest.raises(ConfigError, match=r"brevity.*did you mean brevity"):
         resolve_terms(ScoreConfig(scorer="brevty"))
     with pytest.raises(ConfigError, match=r"halves.*did you mean halves"):
-        resolve_advantage("halvs")
+        resolve_advantage(PlugIn(name="halvs"))

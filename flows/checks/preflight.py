@@ -157,7 +157,7 @@ def _check_stages(config: RunConfig, n_groups: int) -> tuple[Environment, Episod
     check_scorer(config.score, config.evaluate.scorer)
     # Only worker processes import such a library, so its prompts are not checked here.
     if environment_library(config.rollout):
-        given = config.rollout.environment
+        given = config.rollout.environment.name
         check_environment_name(given, given.rpartition(":")[2])
         _check_library(config)
         return None
@@ -179,7 +179,7 @@ def _open_environment(config: RunConfig, n_groups: int) -> tuple[Environment, Ep
         check_prompts(environment, config.rollout, config.evaluate.n_prompts, n_groups)
         return environment, episode
 
-    if ":" not in config.rollout.environment and not needs_worker(config.rollout):
+    if ":" not in config.rollout.environment.name and not needs_worker(config.rollout):
         return open_it()
     # Code or a server of the user may block. A daemon thread does not keep this process from ending then.
     opened: Future[tuple[Environment, Episode]] = Future()
@@ -189,7 +189,7 @@ def _open_environment(config: RunConfig, n_groups: int) -> tuple[Environment, Ep
             f"its first problem was not opened within start_timeout_s = {config.start_timeout_s:g} s: its module, its constructor, "
             "example, episode or reply blocks, or a server does not answer"
         )
-        raise ConfigError("rollout.environment", config.rollout.environment, remedy)
+        raise ConfigError("rollout.environment", config.rollout.environment.name, remedy)
     return opened.result()
 
 
@@ -221,18 +221,19 @@ def _check_loss(train: TrainConfig, timeout_s: float) -> None:
 
     It is tried in a separate process, since it imports torch, for at most `timeout_s` seconds.
     """
-    if train.loss in HAS_RATIO:
+    name = train.loss.name
+    if name in HAS_RATIO:
         return
     plugins = find_plugins("losses")
-    path = plugins.get(train.loss, train.loss)
+    path = plugins.get(name, name)
     package = path.partition(":")[0].partition(".")[0]
     if ":" not in path or not package or not _has_module(package):
         names = (*HAS_RATIO, *plugins)
         remedy = (
             f"give a loss by name ({', '.join(names)}) or an import path package.module:function "
-            f"(there is no module {package[:MOST_NAME]!r}){suggest(train.loss, names)}"
+            f"(there is no module {package[:MOST_NAME]!r}){suggest(name, names)}"
         )
-        raise ConfigError("train.loss", train.loss, remedy)
+        raise ConfigError("train.loss", name, remedy)
     # The program prints null, or the arguments of a ConfigError.
     command = python_command("rollmill.tasks.train.objective.objective", train.model_dump_json())
     try:
@@ -242,13 +243,13 @@ def _check_loss(train: TrainConfig, timeout_s: float) -> None:
         wrong = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         remedy = f"it was not tried on three tokens within start_timeout_s = {timeout_s:g} s"
-        raise ConfigError("train.loss", train.loss, remedy) from None
+        raise ConfigError("train.loss", name, remedy) from None
     except subprocess.CalledProcessError as error:
         remedy = f"the process that tried it failed: {error.stderr.strip()[-500:]}"
-        raise ConfigError("train.loss", train.loss, remedy) from None
+        raise ConfigError("train.loss", name, remedy) from None
     except (ValueError, IndexError):
         remedy = "the process that tried it ended without a result: the loss may not end its process"
-        raise ConfigError("train.loss", train.loss, remedy) from None
+        raise ConfigError("train.loss", name, remedy) from None
     if wrong:
         raise ConfigError(*wrong)
 
@@ -271,10 +272,10 @@ def _check_library(config: RunConfig) -> None:
 
     The library is not imported: only worker processes do that.
     """
-    check_installed(config.rollout.environment, config.rollout.environment_args)
+    check_installed(config.rollout.environment.name)
     parse_state_columns(config.rollout.keep_states)
     if config.start_model.steps:
-        remedy = f"environment {config.rollout.environment} has no warm-up corpus; give `model` instead"
+        remedy = f"environment {config.rollout.environment.name} has no warm-up corpus; give `model` instead"
         raise ConfigError("start_model.steps", config.start_model.steps, remedy)
 
 

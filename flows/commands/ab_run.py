@@ -96,7 +96,7 @@ def _make_estimates_view(compared: AbComparison) -> View:
         *(Column("effective"), *map(Column, scorers)),
     ]
     title = "estimated gain of each arm under each scorer, with standard errors"
-    return View({"estimates": values}, title, columns, rows, [ESTIMATE_NOTE])
+    return View({"estimates": values}, title, columns, rows, [ESTIMATE_NOTE, *compared.list_arguments()])
 
 
 def _list_disagreements(compared: AbComparison, limit: int) -> list[View]:

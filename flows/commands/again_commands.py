@@ -15,7 +15,10 @@ commands = typer.Typer()
 def rescore(
     run: RunLocation,
     scorer: Annotated[
-        str, typer.Option(help="Registered name, or package.module:attribute; default: the run's own.")
+        str,
+        typer.Option(
+            help="Registered name, package.module:attribute, or {name: NAME, args: {ARGUMENT: VALUE}}; default: the run's own."
+        ),
     ] = "",
     steps: Annotated[str, typer.Option(metavar="A:B", help="Only steps A to B - 1.")] = "",
     where: Annotated[
@@ -144,7 +147,8 @@ def ab(
         list[str] | None,
         typer.Option(
             "--scorer",
-            help="Registered name, or package.module:attribute; repeatable; one alone is compared with the run's own.",
+            help="Registered name, package.module:attribute, or {name: NAME, args: {ARGUMENT: VALUE}}; repeatable; one alone is "
+            "compared with the run's own.",
         ),
     ] = None,
     algorithms: Annotated[

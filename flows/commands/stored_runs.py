@@ -27,6 +27,7 @@ from rollmill.flows.settings import (
     find_fixed_settings,
     name_override,
     parse_settings,
+    parse_value,
     validate,
 )
 from rollmill.tasks.errors import ConfigError, StoreError
@@ -58,7 +59,7 @@ def rescore_config(
     Args:
         folder: of the run.
         overrides: key=value.
-        scorer: name or import path; empty: that of the settings.
+        scorer: name or import path, or {name: ..., args: ...} as YAML; empty: that of the settings.
         steps: "A:B" for steps A to B - 1; either may be left out; empty: all.
         where: condition in SQL on the groups to score; empty: all.
         evaluations: score held-out trajectories too.
@@ -71,7 +72,7 @@ def rescore_config(
     values = {section: stored.get(section, {}) for section in ("score", "store", "observe")}
     if scorer:
         # A scorer by name replaces a weighted sum of scorers.
-        values["score"] = values["score"] | {"scorer": scorer, "sum": []}
+        values["score"] = values["score"] | {"scorer": parse_value(scorer), "sum": []}
     if stored.get("environments") and not scorer and not values["score"].get("scorer"):
         remedy = (
             "the environments of the run have different scorers, which cannot score its rows again together; name one, "

@@ -9,7 +9,7 @@ from rollmill.flows.config import RescoreConfig, RunConfig
 from rollmill.flows.offline.unscored import REWARD_COLUMNS, check_rescoring, is_rescored
 from rollmill.flows.presets import are_algorithms, merge_settings, preset_values
 from rollmill.flows.run.folder import choose_version, is_finished, run_folder
-from rollmill.flows.settings import apply_overrides, name_override, validate
+from rollmill.flows.settings import apply_overrides, name_override, parse_value, validate
 from rollmill.tasks.errors import ConfigError, RunMismatchError
 from rollmill.tasks.look.comparisons.paired_evaluations import is_complete
 from rollmill.tasks.score.config import ScoreConfig
@@ -75,7 +75,7 @@ class AbComparison:
 
     Attributes:
         run: location or name of the run whose rollouts are trained on.
-        scorers: registered names or import paths; none: that of the run. One alone is compared with that of the run.
+        scorers: registered names or import paths, or {name: ..., args: ...} as YAML; none: that of the run. One alone is compared with that of the run.
         algorithms: names in conf/algorithms; none: that of the run. One alone, without scorers, is compared with that of the run.
         name: first part of the names of the arms' runs; empty: the run's name.
         where: condition on the groups to train on, as `retrain.where`.
@@ -184,6 +184,11 @@ class AbComparison:
         """List the scorers, NAME@VERSION, that have not scored every rollout of the run."""
         return [key for key in self.terms if not is_rescored(self.folder, self.rescore_config(key))]
 
+    def list_arguments(self) -> list[str]:
+        """List the scorers with arguments, which their versions are digests of. Example: 'a.b@1-5feceb66 is a:b {"n": 2}'."""
+        scorers = {key: config.scorer for key, (_, config) in self._score_configs.items() if not config.sum}
+        return [f"{key} is {scorer}" for key, scorer in scorers.items() if scorer.args]
+
     @property
     def is_done(self) -> bool:
         """True if every part is stored: nothing is left but to print."""
@@ -206,7 +211,7 @@ class AbComparison:
         values = self._values("")
         found: dict[str, tuple[str, ScoreConfig]] = {}
         for scorer in names:
-            score = values["score"] | ({"scorer": scorer, "sum": []} if scorer else {})
+            score = values["score"] | ({"scorer": parse_value(scorer), "sum": []} if scorer else {})
             config = validate({**values, "score": score}).score
             terms = resolve_terms(config)
             key = f"{terms.name}@{terms.version}"
@@ -221,7 +226,7 @@ class AbComparison:
     def _make_arm(self, key: str, algorithm: str) -> Arm:
         values = self._values(algorithm)
         scorer = self._score_configs[key][0]
-        score = values["score"] | ({"scorer": scorer, "sum": []} if scorer else {})
+        score = values["score"] | ({"scorer": parse_value(scorer), "sum": []} if scorer else {})
         # Each arm is evaluated once, at its end, by the scorer that it trains on; the others rescore that evaluation.
         evaluate = values.get("evaluate", {}) | {"every": 0, "scorer": ""}
         retrain = {"sources": [self.folder.absolute], "scores": key, "where": self.where}

@@ -24,6 +24,7 @@ from rollmill.tasks.store.lineage.lineage_trace import find_wrong_policy_files, 
 from rollmill.tasks.store.lineage.policy_lineage import Lineage, read_lineage
 from rollmill.tasks.store.promotion.gate_record import GatedPolicy, GateRecord, write_gate
 from rollmill.tasks.store.promotion.policy_alias import PolicyAlias, now, resolve_policy
+from rollmill.tasks.store.run.former_settings import read_former
 from rollmill.tasks.store.run.immutable_settings import get_setting
 from rollmill.tasks.store.run.manifest import read_manifest
 from rollmill.tasks.store.run.run_search import store_root
@@ -180,7 +181,7 @@ class PolicyGate:
             values = read_manifest(run).config
         except StoreError:
             # The run is not here; the policy has its settings.
-            return lineage.settings
+            return read_former(lineage.settings)
         return {**values, "store": {**values.get("store", {}), "root": store_root(run)}}
 
     def _is_alike(self, evaluation: Evaluation) -> bool:

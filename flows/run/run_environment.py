@@ -22,6 +22,7 @@ from rollmill.tasks.score.scoring import Scoring, combined_key
 from rollmill.tasks.serve.server_pool import ServerPool
 from rollmill.tasks.store.environment_states import check_stored_columns
 from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.user_code.plug_in import PlugIn
 
 CUT_PROMPTS = "rollout/cut_prompts_so_far"
 
@@ -84,7 +85,7 @@ async def _open_scorings(
     found = {}
     for name, config in configs.items():
         pair = []
-        for scorer in ("", config.evaluate.scorer):
+        for scorer in (PlugIn(), config.evaluate.scorer):
             settings = f"{scorer} {config.score.model_dump_json()}"
             if settings not in opened:
                 scoring = Scoring(

@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 from rollmill.tasks.config import ADDRESS, YEAR_S, StageConfig, VariablePattern, setting
 from rollmill.tasks.errors import show_value
 from rollmill.tasks.sandbox.config import SandboxConfig
+from rollmill.tasks.user_code.plug_in import PlugIn
 
 # Arguments of rendering that are no arguments of a template.
 _RENDERING = (
@@ -213,8 +214,10 @@ class AgentConfig(StageConfig):
         "Address of an HTTP service that plays an episode for each POST request {messages, base_url, api_key}; instead of `command`.",
         pattern=ADDRESS,
     )
-    problems: str = setting(
-        "prompts", "Environment whose problems the agent is given, as for `rollout.environment`.", fixed=True
+    problems: PlugIn = setting(
+        PlugIn(name="prompts"),
+        "Environment whose problems the agent is given, as for `rollout.environment`.",
+        fixed=True,
     )
     host: str = setting(
         "127.0.0.1",
@@ -226,17 +229,12 @@ class AgentConfig(StageConfig):
 class RolloutConfig(StageConfig):
     """Settings of rollouts: environment, groups, sampling and limits."""
 
-    environment: str = setting(
-        "prompts",
+    environment: PlugIn = setting(
+        PlugIn(name="prompts"),
         "Environment: a registered name, an import path package.module:Class, or verifiers:NAME of the verifiers "
         "library. `prompts` asks the prompts of a data set, one turn each.",
         fixed=True,
         basic=True,
-    )
-    environment_args: str = setting(
-        "",
-        'Arguments of an environment (verifiers, openenv, nemo_gym, or your own, which reads them in from_config): a JSON object, such as {"url": "http://host:8000"}.',
-        fixed=True,
     )
     prompts: PromptsConfig = setting(PromptsConfig(), "The data set of the environment `prompts`.")
     agent: AgentConfig = setting(AgentConfig(), "The program of the environment `agent`.")
@@ -363,7 +361,7 @@ class RolloutConfig(StageConfig):
         le=YEAR_S,
     )
 
-    @field_validator("chat_template_kwargs", "environment_args", mode="before")
+    @field_validator("chat_template_kwargs", mode="before")
     @classmethod
     def _write_arguments(cls, given: object) -> object:
         return _write_object(given)

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from rollmill.tasks.config import create_named, find_plugins, guard_named, import_named
+from rollmill.tasks.config import find_plugins, guard_named, import_named
 from rollmill.tasks.rollout.config import RolloutConfig
+from rollmill.tasks.user_code.arguments import bind_arguments, make_argument_schema
 
 Split = Literal["train", "held_out"]
 HELD_OUT_MODULUS = 5
@@ -164,8 +165,8 @@ class WarmUp(Protocol):
 class Configurable(Protocol):
     """An environment class that is created from the settings of `rollout`."""
 
-    def from_config(self, config: RolloutConfig) -> Environment:
-        """Create the environment from the settings; raise a ConfigError that names a wrong setting."""
+    def from_config(self, config: RolloutConfig, **arguments: Any) -> Environment:
+        """Create the environment from the settings and the arguments that they give it; raise a ConfigError that names a wrong one."""
 
 
 ENVIRONMENTS: Mapping[str, str] = {
@@ -178,6 +179,8 @@ ENVIRONMENTS: Mapping[str, str] = {
     "nemo_gym": "rollmill.tasks.rollout.environments.nemo_gym_environment:NemoGym",
     "shell": "rollmill.tasks.rollout.environments.shell:Shell",
 }
+WITH_ARGUMENTS = ("nemo_gym", "openenv")
+"""Names in ENVIRONMENTS of those that take arguments."""
 
 LIBRARIES: Mapping[str, str] = {
     "verifiers": "rollmill.tasks.rollout.environments.verifiers.verifiers_environment:Verifiers"
@@ -190,13 +193,19 @@ def environment_library(config: RolloutConfig) -> str:
 
     Example: "verifiers" for `verifiers:textarena`.
     """
-    library = config.environment.partition(":")[0]
+    library = config.environment.name.partition(":")[0]
     return library if library in LIBRARIES else ""
 
 
 def needs_worker(config: RolloutConfig) -> bool:
     """Return True if the environment runs in worker processes alone: one of a library, or with programs or servers of others."""
-    return bool(environment_library(config)) or config.environment in ("agent", "openenv", "nemo_gym")
+    return bool(environment_library(config)) or config.environment.name in ("agent", "openenv", "nemo_gym")
+
+
+def describe_environment_arguments(name: str) -> dict[str, Any]:
+    """Return the JSON schema of the arguments of an environment in ENVIRONMENTS."""
+    factory: Configurable = import_named("rollout.environment", name, ENVIRONMENTS)
+    return make_argument_schema(factory.from_config, 1)
 
 
 def make_environment(config: RolloutConfig) -> Environment:
@@ -205,13 +214,14 @@ def make_environment(config: RolloutConfig) -> Environment:
     Names are those of Rollmill and those that installed distributions register.
 
     Raises:
-        ConfigError: it cannot be imported, or not created from these settings.
+        ConfigError: it cannot be imported, or not created from these settings and arguments.
     """
-    field, name = "rollout.environment", config.environment
+    field, name = "rollout.environment", config.environment.name
     registered = {**find_plugins("environments"), **ENVIRONMENTS}
     factory = import_named(field, LIBRARIES.get(environment_library(config), name), registered)
-    if isinstance(factory, Configurable):
-        with guard_named(field, name, registered):
-            return factory.from_config(config)
-    made: Environment = create_named(field, name, registered)
+    with guard_named(field, name, registered):
+        if isinstance(factory, Configurable):
+            arguments = bind_arguments(field, factory.from_config, config.environment.args, 1)
+            return factory.from_config(config, **arguments)
+        made: Environment = factory(**bind_arguments(field, factory, config.environment.args))
     return made

@@ -161,7 +161,7 @@ def check_environment(environment: Environment, config: RolloutConfig) -> Episod
     """
     try:
         with guard_environment_code():
-            check_environment_name(config.environment, environment.name)
+            check_environment_name(config.environment.name, environment.name)
             fault, episode = _find_wrong_attribute(environment), None
             if not fault:
                 fault, episode = run_to_end(lambda: _try_opening(environment, config.trajectory_timeout_s))
@@ -174,7 +174,7 @@ def check_environment(environment: Environment, config: RolloutConfig) -> Episod
         # Python's own text does not say what to write.
         how = ": write the method as `async def`" if "in 'await' expression" in fault else ""
         raise ConfigError(
-            FIELD, config.environment, f"{fault}{how}; docs/how-to/environments.md has the interface"
+            FIELD, config.environment.name, f"{fault}{how}; docs/how-to/environments.md has the interface"
         )
     return episode
 

@@ -65,7 +65,7 @@ class EnvironmentWorker:
             ServiceStartError: it ended, or did not answer in time; with its last log lines.
         """
         process = await WorkerProcess.start(
-            f"worker {number} of environment {config.environment}",
+            f"worker {number} of environment {config.environment.name}",
             WORKER_COMMAND,
             config.model_dump_json().encode(),
             log=logs / f"environment-{number}.log",

@@ -13,6 +13,8 @@ import numpy as np
 from rollmill.tasks.config import find_plugins, suggest
 from rollmill.tasks.errors import ConfigError, ScoreError, user_error_text
 from rollmill.tasks.score.score_function import load_object
+from rollmill.tasks.user_code.arguments import bind_arguments
+from rollmill.tasks.user_code.plug_in import PlugIn
 
 OfGroup: TypeAlias = Callable[[np.ndarray], Any]
 OfBatch: TypeAlias = Callable[[np.ndarray, np.ndarray], Any]
@@ -43,6 +45,7 @@ class Advantage:
     takes_columns: bool = False
 
 
+FIELD = "score.advantage"
 STD_EPSILON = 1e-6
 ROUNDING = 1e-9
 """Largest difference of rewards, relative to the largest of them, that counts as rounding."""
@@ -136,26 +139,31 @@ ADVANTAGES: Mapping[str, Advantage] = {
 }
 
 
-def resolve_advantage(name: str) -> Advantage:
+def resolve_advantage(plug_in: PlugIn) -> Advantage:
     """Return the Advantage with a registered name, or at an import path `package.module:attribute`.
 
-    A function at the path becomes `Advantage.of_group`. An advantage from an import path raises ScoreError when it does not return
-    one number for each input; the numbers may be infinite or NaN.
+    A function at the path becomes `Advantage.of_group`, and is called with the arguments of the plug-in too. An advantage from an
+    import path raises ScoreError when it does not return one number for each input; the numbers may be infinite or NaN.
 
     Raises:
-        ConfigError: there is no such function.
+        ConfigError: there is no such function, or an argument is unknown, missing or of another type.
     """
-    if name in ADVANTAGES:
+    name, args = plug_in.name, plug_in.args
+    if name in ADVANTAGES and not args:
         return ADVANTAGES[name]
     try:
-        found = load_object(find_plugins("advantages").get(name, name))
+        found = ADVANTAGES.get(name) or load_object(find_plugins("advantages").get(name, name))
     except (Exception, SystemExit) as error:
         # The module is foreign code: whatever it raises.
         raise _unknown_advantage(name, f"{type(error).__name__}: {user_error_text(error)}") from error
     if not isinstance(found, Advantage):
         if not callable(found):
             raise _unknown_advantage(name, f"it is a {type(found).__name__}")
-        found = Advantage(found)
+        found = Advantage(partial(found, **bind_arguments(FIELD, found, args, 1)))
+    elif args:
+        raise ConfigError(
+            f"{FIELD}.args", args, "it takes no arguments, which only a function takes: give none"
+        )
     return Advantage(
         partial(_call_checked, name, found.of_group),
         found.of_batch and partial(_call_checked, name, found.of_batch),
@@ -170,14 +178,10 @@ def _call_checked(name: str, function: Callable[..., Any], *arrays: np.ndarray) 
         # Copies: user code may change its arguments, which the caller still needs.
         advantages = np.asarray(function(*(each.copy() for each in arrays)), np.float64)
     except (Exception, SystemExit) as error:
-        raise ScoreError(
-            f"score.advantage {name} raised {type(error).__name__}: {user_error_text(error)}"
-        ) from error
+        raise ScoreError(f"{FIELD} {name} raised {type(error).__name__}: {user_error_text(error)}") from error
     if advantages.shape != arrays[0].shape:
         expected = " x ".join(map(str, arrays[0].shape))
-        raise ScoreError(
-            f"score.advantage {name}: expected {expected} advantages, got the shape {advantages.shape}"
-        )
+        raise ScoreError(f"{FIELD} {name}: expected {expected} advantages, got the shape {advantages.shape}")
     return advantages
 
 
@@ -187,4 +191,4 @@ def _unknown_advantage(name: str, why: str) -> ConfigError:
         f"give a registered name ({', '.join(names)}) or an import path package.module:function "
         f"({why}){suggest(name, names)}"
     )
-    return ConfigError("score.advantage", name, remedy)
+    return ConfigError(FIELD, name, remedy)

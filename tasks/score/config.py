@@ -4,6 +4,7 @@ from typing import Literal
 
 from rollmill.tasks.config import ADDRESS, YEAR_S, SecretVariable, StageConfig, env_variable_setting, setting
 from rollmill.tasks.sandbox.config import SandboxConfig
+from rollmill.tasks.user_code.plug_in import PlugIn
 
 RUBRIC = """\
 - An attempt that reaches its goal scores well above every attempt that does not.
@@ -53,21 +54,21 @@ class RewardModelConfig(EndpointConfig):
 class WeightedScorer(StageConfig):
     """One term of a weighted sum of rewards."""
 
-    scorer: str = setting(..., "Scorer: a registered name, or an import path package.module:attribute.")
+    scorer: PlugIn = setting(..., "Scorer: a registered name, or an import path package.module:attribute.")
     weight: float = setting(1.0, "Factor of its reward.")
 
 
 class ScoreConfig(StageConfig):
     """Settings of scoring and advantages."""
 
-    scorer: str = setting(
-        "",
+    scorer: PlugIn = setting(
+        PlugIn(),
         "Scorer: a registered name, or an import path package.module:attribute. It has no default.",
         fixed=True,
         basic=True,
     )
-    advantage: str = setting(
-        "mean",
+    advantage: PlugIn = setting(
+        PlugIn(name="mean"),
         "How advantages follow from rewards. none: the reward. zero: 0, for training by the KL term alone. mean: minus the group's mean. mean_std: that, divided by the "
         "group's standard deviation. rloo: minus the mean of the group's other rewards. reinforce_pp: minus the group's "
         "mean, divided by the batch's standard deviation. Or an import path package.module:function (docs/reference/algorithms.md).",

@@ -4,9 +4,12 @@ import hashlib
 import importlib
 import inspect
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+
+from rollmill.tasks.user_code.arguments import bind_arguments
 
 DEFAULT_VERSION = "1"
 _DIGEST_CHARACTERS = 8
@@ -50,27 +53,46 @@ def load_object(path: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def load_function(path: str, settings: Callable[[], Any]) -> ScoreFunction:
+def load_function(
+    path: str, settings: Callable[[], Any], args: Mapping[str, Any], field: str = "score.scorer"
+) -> ScoreFunction:
     """Load the scorer at an import path: a function, a class, or an object.
 
-    Example: load_function("rewards:length", ...) for `def length(candidate)` has the name rewards.length and version 1.
+    A class takes the arguments when it is created, another scorer in each call. They are part of the version.
+
+    Example: load_function("rewards:length", ..., {}) for `def length(candidate)` has the name rewards.length and version 1.
 
     Args:
         path: package.module:attribute.
-        settings: returns the ScoreConfig, for a class with `from_config`; other classes are created without arguments.
+        settings: returns the ScoreConfig, for a class with `from_config`.
+        args: its arguments by name.
+        field: the setting that names it, for errors.
 
     Raises:
+        ConfigError: an argument is unknown, missing, or of another type.
         Exception: whatever importing or creating it raises.
     """
-    found = load_object(path)
+    found, name = load_object(path), path.replace(":", ".")
     if inspect.isclass(found):
-        from_config = getattr(found, "from_config", None)
-        found = from_config(settings()) if from_config else found()
-    return describe_function(found, path.replace(":", "."))
+        if from_config := getattr(found, "from_config", None):
+            found = from_config(settings(), **bind_arguments(field, from_config, args, 1))
+        else:
+            found = found(**bind_arguments(field, found, args))
+        function = describe_function(found, name)
+    else:
+        call = getattr(found, "score", found)
+        bound = bind_arguments(field, call, args, 1) if callable(call) else {}
+        function = describe_function(found, name, bound)
+    if not args:
+        return function
+    digest = settings_version([json.dumps(args, sort_keys=True)])
+    return replace(function, version=f"{function.version}-{digest}")
 
 
-def describe_function(owner: Any, name: str) -> ScoreFunction:
+def describe_function(owner: Any, name: str, arguments: Mapping[str, Any] | None = None) -> ScoreFunction:
     """Return the ScoreFunction of a function, or of an object with a `score` method; `name` is used unless it declares one.
+
+    Each call has `arguments` by name.
 
     Raises:
         TypeError: it cannot be called.
@@ -78,11 +100,12 @@ def describe_function(owner: Any, name: str) -> ScoreFunction:
     call = getattr(owner, "score", owner)
     if not callable(call):
         raise TypeError("expected a function, or a class or object with a method `score`")
-    _check_arguments(call)
+    with_arguments = partial(call, **arguments) if arguments else call
+    _check_arguments(with_arguments)
     return ScoreFunction(
         name=str(getattr(owner, "name", name)),
         version=str(getattr(owner, "version", DEFAULT_VERSION)),
-        call=call,
+        call=with_arguments,
         by_group=bool(getattr(owner, "by_group", False)),
         # A callable object is asynchronous if its `__call__` is.
         is_async=inspect.iscoroutinefunction(call)

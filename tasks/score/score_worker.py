@@ -1,8 +1,8 @@
 """Worker process of scorers: scores the candidates of one call after another.
 
-The first request is a pickle of the import paths of the scorers and the ScoreConfig as JSON. The following ones are pickled
-`ScorerCall`s, and their answers pickled lists of ScoreVerdict. The module imports only what its scorers need, because a worker that
-replaces a killed one must start fast.
+The first request is a pickle of the import paths of the scorers, each with its arguments, and the ScoreConfig as JSON. The
+following ones are pickled `ScorerCall`s, and their answers pickled lists of ScoreVerdict. The module imports only what its scorers
+need, because a worker that replaces a killed one must start fast.
 """
 
 import pickle
@@ -24,13 +24,13 @@ def create_score_handler(start: bytes) -> Handler:
 
     The function takes a pickled ScorerCall and returns a pickled list of ScoreVerdict. `start` is the first request.
     """
-    paths, settings = pickle.loads(start)
+    scorers, settings = pickle.loads(start)
 
     def load_config() -> object:
         # Imported for a scorer with `from_config` alone, because that is slow.
         return import_module("rollmill.tasks.score.config").ScoreConfig.model_validate_json(settings)
 
-    functions = [load_function(path, load_config) for path in paths]
+    functions = [load_function(path, load_config, args) for path, args in scorers]
     for function in functions:
         if warm := getattr(function.owner, "warm", None):
             warm()

@@ -8,9 +8,9 @@ main module again (two CPU seconds under Prefect).
 import asyncio
 import pickle
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Self
+from typing import Any, Self
 
 from rollmill.tasks.errors import (
     ForeignError,
@@ -36,7 +36,7 @@ class ScoreWorkerPool:
     A call whose worker is killed is made once more.
 
     Args:
-        paths: import paths of the scorers; calls refer to them by index.
+        scorers: import paths of the scorers with their arguments by name; calls refer to them by index.
         settings: ScoreConfig as JSON, for scorers created from it.
         n_workers: number of processes, and of concurrent calls.
         start_timeout_s: seconds until a new worker must have imported the scorers.
@@ -46,14 +46,14 @@ class ScoreWorkerPool:
 
     def __init__(
         self,
-        paths: Sequence[str],
+        scorers: Sequence[tuple[str, Mapping[str, Any]]],
         settings: bytes,
         n_workers: int,
         start_timeout_s: float,
         load: CallSlots,
         env_variables: Sequence[str] = (),
     ) -> None:
-        self._start = pickle.dumps((list(paths), settings))
+        self._start = pickle.dumps((list(scorers), settings))
         self._start_timeout_s, self._load, self._env_variables = start_timeout_s, load, env_variables
         self._workers: list[WorkerProcess | None] = [None] * n_workers
         self._idle = list(range(n_workers))

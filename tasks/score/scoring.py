@@ -29,6 +29,7 @@ from rollmill.tasks.score.verdict import (
 from rollmill.tasks.store.attempts import short_id
 from rollmill.tasks.store.rows import Rows, rows_where_in
 from rollmill.tasks.store.schemas import SCORABLE_STATUSES, make_batch
+from rollmill.tasks.user_code.plug_in import PlugIn
 
 MAX_CALLS_PER_CHUNK = 16
 """Calls in one message to a worker. Large enough to keep a worker busy, small enough that other callers wait briefly."""
@@ -221,7 +222,7 @@ class Scoring:
         self,
         config: ScoreConfig,
         run: str,
-        scorer: str = "",
+        scorer: PlugIn | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
         env_variables: Sequence[str] = (),
     ) -> None:
@@ -295,18 +296,18 @@ class Scoring:
         return [part for part in self._scorer.parts if not part.function.is_async]
 
     async def _start_pool(self) -> ScoreWorkerPool | None:
-        paths = [part.path for part in self._workers_parts()]
-        if not paths:
+        scorers = [(part.path, part.args) for part in self._workers_parts()]
+        if not scorers:
             return None
         config = self._config
         settings = config.model_dump_json().encode()
         limits = (config.workers, self._start_timeout_s, self._loads[False])
-        pool = ScoreWorkerPool(paths, settings, *limits, self._env_variables)
+        pool = ScoreWorkerPool(scorers, settings, *limits, self._env_variables)
         return await self._open.enter_async_context(pool)
 
     def _create_calls(self, part: ScorerTerm, pool: ScoreWorkerPool | None) -> LoopCalls | WorkerCalls:
         load, timeout_s = self._loads[part.function.is_async], self._config.timeout_s
-        label = f"/{part.function.name}" if len(self._scorer.parts) > 1 else ""
+        label = f"/{part.label}" if len(self._scorer.parts) > 1 else ""
         if pool is None or part.function.is_async:
             return LoopCalls(part.function, load, timeout_s, label)
         return WorkerCalls(part.function, pool, self._workers_parts().index(part), load, timeout_s, label)

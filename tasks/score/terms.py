@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from rollmill.tasks.score.config import ScoreConfig
 from rollmill.tasks.score.credit import PositionRewards
 from rollmill.tasks.score.score_function import ScoreFunction, load_function, settings_version
 from rollmill.tasks.score.verdict import ScoreVerdict, verdict_from_error
+from rollmill.tasks.user_code.plug_in import PlugIn
 
 SCORERS: Mapping[str, str] = {
     "addition": "rollmill.tasks.score.scorers.built_in:AdditionScorer",
@@ -39,13 +40,16 @@ class ScorerTerm:
     """One scorer of a weighted sum of rewards, with its weight.
 
     Attributes:
-        function: the scorer; its name is that of its reward component.
-        path: import path for worker processes.
+        function: the scorer.
+        path, args: import path and arguments for worker processes.
+        label: name of its reward component: the scorer's, or NAME@VERSION if another term has the same scorer with other arguments.
     """
 
     function: ScoreFunction
     path: str
+    args: Mapping[str, Any]
     weight: float
+    label: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ class RewardTerms:
         return True if True in declared else False if declared == {False} else None
 
 
-def resolve_terms(config: ScoreConfig, scorer: str = "") -> RewardTerms:
+def resolve_terms(config: ScoreConfig, scorer: PlugIn | None = None) -> RewardTerms:
     """Load the configured scorer, or all scorers of the configured sum, without starting a process.
 
     If `scorer` is given, it is loaded in place of the configured one, for evaluations.
@@ -90,19 +94,23 @@ def resolve_terms(config: ScoreConfig, scorer: str = "") -> RewardTerms:
         _resolve_term(f"score.sum.{number}.scorer", each.scorer, each.weight, config)
         for number, each in enumerate(config.sum)
     )
-    labels = Counter(part.function.name for part in parts)
-    if twice := [label for label, count in labels.items() if count > 1]:
+    keys, names = (Counter(getattr(part.function, each) for part in parts) for each in ("key", "name"))
+    if twice := [part.function.name for part in parts if keys[part.function.key] > 1]:
         raise ConfigError("score.sum", twice[0], "give each scorer once: its name is its component's")
+    parts = tuple(
+        replace(part, label=part.function.key) if names[part.function.name] > 1 else part for part in parts
+    )
     return RewardTerms(
         parts, True, "sum", settings_version([(part.function.key, part.weight) for part in parts])
     )
 
 
-def _resolve_term(field: str, name: str, weight: float, config: ScoreConfig) -> ScorerTerm:
+def _resolve_term(field: str, scorer: PlugIn, weight: float, config: ScoreConfig) -> ScorerTerm:
     registered = {**find_plugins("scorers"), **SCORERS}
+    name = scorer.name
     path = registered.get(name, name)
     try:
-        function = load_function(path, lambda: config)
+        function = load_function(path, lambda: config, scorer.args, field)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
@@ -110,7 +118,7 @@ def _resolve_term(field: str, name: str, weight: float, config: ScoreConfig) -> 
         names = ", ".join(sorted(registered))
         remedy = (
             f"give a registered name ({names}) or an import path package.module:attribute of a function, or of a "
-            f"class that is made without arguments or has `from_config` ({type(error).__name__}: {user_error_text(error)})"
+            f"class with `score` ({type(error).__name__}: {user_error_text(error)})"
             f"{suggest(name, registered)}"
         )
         raise ConfigError(field, name, remedy) from error
@@ -118,13 +126,13 @@ def _resolve_term(field: str, name: str, weight: float, config: ScoreConfig) -> 
         if not _KEY_PATTERN.fullmatch(value):
             remedy = f"its {what} is {value!r}; give one of letters, digits, and . _ + - (it names a folder)"
             raise ConfigError(field, name, remedy)
-    return ScorerTerm(function, path, weight)
+    return ScorerTerm(function, path, scorer.args, weight, function.name)
 
 
-def check_scorer(config: ScoreConfig, held_out_scorer: str = "") -> None:
+def check_scorer(config: ScoreConfig, held_out_scorer: PlugIn | None = None) -> None:
     """Check that the configured scorers and advantage function can be used, without starting a process.
 
-    `held_out_scorer` is that of evaluations; empty: that of the steps.
+    `held_out_scorer` is that of evaluations; empty or None: that of the steps.
 
     Raises:
         ConfigError: a scorer cannot be imported, lacks a setting, or needs groups, which held-out trajectories do not have; or the
@@ -144,10 +152,10 @@ def check_scorer(config: ScoreConfig, held_out_scorer: str = "") -> None:
                 _try_positions(advantage, rewards)
     except ScoreError as error:
         remedy = f"tried on the rewards {rewards.tolist()}: {error}"
-        raise ConfigError("score.advantage", config.advantage, remedy) from error
+        raise ConfigError("score.advantage", config.advantage.name, remedy) from error
     if resolve_terms(config, held_out_scorer).by_group:
         remedy = "held-out trajectories are scored one by one; name a scorer that does not compare those of a group"
-        raise ConfigError("evaluate.scorer", held_out_scorer, remedy)
+        raise ConfigError("evaluate.scorer", str(held_out_scorer or ""), remedy)
 
 
 def _try_positions(advantage: Advantage, rewards: np.ndarray) -> None:
@@ -187,14 +195,13 @@ def sum_verdicts(
     for status in ("failed", "dropped"):
         for part, verdict in zip(parts, verdicts, strict=True):
             if verdict.status == status:
-                return replace(verdict, error=f"{part.function.name}: {verdict.error}", duration_s=duration_s)
+                return replace(verdict, error=f"{part.label}: {verdict.error}", duration_s=duration_s)
     subgroups = {verdict.subgroup for verdict in verdicts} - {0}
     if len(subgroups) > 1:
         error = VerdictError("two scorers of the sum split the group; at most one may")
         return verdict_from_error(error, duration_s)
     components = {
-        part.function.name: part.weight * verdict.reward
-        for part, verdict in zip(parts, verdicts, strict=True)
+        part.label: part.weight * verdict.reward for part, verdict in zip(parts, verdicts, strict=True)
     }
     return ScoreVerdict(
         "scored",

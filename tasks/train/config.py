@@ -7,6 +7,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
 from rollmill.tasks.config import ADDRESS, YEAR_S, Address, Gpu, HeadDtype, StageConfig, choose_dtype, setting
 from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.user_code.plug_in import PlugIn
 
 Ratio = Annotated[float, Field(ge=0.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -92,8 +93,8 @@ class LoraConfig(StageConfig):
 class TrainConfig(StageConfig):
     """Settings of the trainer."""
 
-    loss: str = setting(
-        "ppo_clip",
+    loss: PlugIn = setting(
+        PlugIn(name="ppo_clip"),
         "Loss of a token: ppo_clip (PPO, GRPO, Dr. GRPO, DAPO), reinforce, cispo, gspo, or an import path "
         "package.module:function (docs/reference/algorithms.md).",
         basic=True,
@@ -159,9 +160,6 @@ class TrainConfig(StageConfig):
     max_grad_norm: float = setting(1.0, "Gradients are scaled down to this global norm; 0: no limit.", ge=0.0)
     router_aux_loss_coef: float = setting(
         0.0, "Coefficient of the load-balancing loss of a mixture of experts; 0: none.", ge=0.0, le=10.0
-    )
-    loss_options: tuple[str, ...] = setting(
-        (), "Arguments of a loss of your own, NAME=VALUE each, passed to it by name."
     )
     clip_low: float = setting(0.2, "The probability ratio is clipped below at 1 - clip_low.", ge=0.0, le=1.0)
     clip_high: float = setting(0.28, "The probability ratio is clipped above at 1 + clip_high.", ge=0.0)
@@ -251,15 +249,16 @@ def settings_by_step(config: TrainConfig) -> dict[str, Any]:
     """Return the settings that an update depends on and that may change between two steps, by name, as {"train.lr": 1e-6}."""
     return {
         f"train.{name}": value
-        for name, value in _flatten(config.model_dump(mode="json"))
+        for name, value in _flatten(config, config.model_dump(mode="json"))
         if name not in NOT_BY_STEP
     }
 
 
-def _flatten(values: dict[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(config: StageConfig, values: dict[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
-        if isinstance(value, dict) and name not in NOT_BY_STEP:
-            yield from _flatten(value, f"{section}{name}.")
+        inner = getattr(config, name)
+        if isinstance(inner, StageConfig) and name not in NOT_BY_STEP:
+            yield from _flatten(inner, value, f"{section}{name}.")
         else:
             yield f"{section}{name}", value
 

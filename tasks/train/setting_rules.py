@@ -1,9 +1,7 @@
 """Checks of the trainer's settings against each other, before anything is started; imports no torch."""
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
-
-import yaml
+from typing import TypeAlias
 
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.train.config import TrainConfig
@@ -34,11 +32,11 @@ def check_objective(config: TrainConfig, *, has_ratio: bool | None = None) -> No
     Raises:
         ConfigError: names the first wrong setting.
     """
-    if config.loss in HAS_RATIO and config.loss_options:
-        remedy = f"is for losses of your own; {config.loss} has its settings in train (clip_low, clip_high)"
-        raise ConfigError("train.loss_options", config.loss_options, remedy)
-    parse_loss_options(config)
-    ratio_rules = _importance_rules(config, HAS_RATIO.get(config.loss, has_ratio))
+    loss = config.loss
+    if loss.name in HAS_RATIO and loss.args:
+        remedy = f"{loss.name} takes none; it has its settings in train (clip_low, clip_high)"
+        raise ConfigError("train.loss.args", loss.args, remedy)
+    ratio_rules = _importance_rules(config, HAS_RATIO.get(loss.name, has_ratio))
     for field, value, is_wrong, remedy in [
         *_clip_rules(config),
         *ratio_rules,
@@ -73,26 +71,6 @@ def check_offload(config: TrainConfig, device_type: str = "cuda") -> None:
         raise ConfigError("train.offload", config.offload, remedy)
 
 
-def parse_loss_options(config: TrainConfig) -> dict[str, Any]:
-    """Parse the NAME=VALUE strings of `train.loss_options`; returns values as YAML reads them, by name.
-
-    Example: ("beta=0.1", "sides=[1, 2]") is {"beta": 0.1, "sides": [1, 2]}.
-
-    Raises:
-        ConfigError: one of them is not written NAME=VALUE, or its value is not YAML.
-    """
-    options: dict[str, Any] = {}
-    for option in config.loss_options:
-        name, equals, text = option.partition("=")
-        if not equals or not name.isidentifier():
-            raise ConfigError("train.loss_options", option, "write each as NAME=VALUE, for example beta=0.1")
-        try:
-            options[name] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError("train.loss_options", option, f"the value is not YAML: {error}") from error
-    return options
-
-
 _Rule: TypeAlias = tuple[str, object, bool, str]
 """(field, value, is wrong, remedy)."""
 
@@ -101,20 +79,20 @@ _DEFAULT_CLIPS = (TrainConfig().clip_low, TrainConfig().clip_high)
 
 
 def _clip_rules(config: TrainConfig) -> list[_Rule]:
-    dual, clips = config.clip_dual, (config.clip_low, config.clip_high)
-    advice = f"set {_PAPER_SETTINGS.get(config.loss)}, as in its paper, or join the preset {config.loss}"
+    dual, clips, loss = config.clip_dual, (config.clip_low, config.clip_high), config.loss.name
+    advice = f"set {_PAPER_SETTINGS.get(loss)}, as in its paper, or join the preset {loss}"
     return [
         (
             "train.loss",
-            config.loss,
-            config.loss in _PAPER_SETTINGS and clips == _DEFAULT_CLIPS,
+            loss,
+            loss in _PAPER_SETTINGS and clips == _DEFAULT_CLIPS,
             f"train.clip_low and train.clip_high are the defaults {clips[0]:g} and {clips[1]:g}, which are bounds of ppo_clip; "
             f"{advice}, or give other bounds",
         ),
         (
             "train.normalization",
             config.normalization,
-            config.loss == "gspo" and config.normalization != "sequence",
+            loss == "gspo" and config.normalization != "sequence",
             f"the loss gspo has one ratio for an answer, and normalization {config.normalization} weights an answer by its length; {advice}",
         ),
         (
@@ -126,8 +104,8 @@ def _clip_rules(config: TrainConfig) -> list[_Rule]:
         (
             "train.clip_dual",
             dual,
-            dual > 0.0 and config.loss != "ppo_clip",
-            f"is for the loss ppo_clip, and train.loss is {config.loss}: set it to 0; train.importance.mode=masked leaves out "
+            dual > 0.0 and loss != "ppo_clip",
+            f"is for the loss ppo_clip, and train.loss is {loss}: set it to 0; train.importance.mode=masked leaves out "
             "tokens with large ratios",
         ),
     ]
@@ -140,7 +118,7 @@ def _importance_rules(config: TrainConfig, has_ratio: bool | None) -> list[_Rule
             "train.importance.mode",
             mode,
             mode == "truncated" and bool(has_ratio) and config.old_logprobs == "sampler",
-            f"the loss {config.loss} has the ratio to the sampler already, and would count it twice; set "
+            f"the loss {config.loss.name} has the ratio to the sampler already, and would count it twice; set "
             "train.old_logprobs=trainer, or mode masked, or a loss without a ratio (reinforce)",
         ),
         (

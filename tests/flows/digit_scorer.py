@@ -11,3 +11,8 @@ class DigitScorer:
 
     def score(self, candidate: Candidate) -> Reward:
         return Reward(sum(character.isdigit() for character in candidate.answer) / 8)
+
+
+def count_digit(candidate: Candidate, *, digit: int) -> float:
+    """Rewards one digit."""
+    return float(candidate.answer.count(str(digit)))

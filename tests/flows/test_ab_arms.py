@@ -78,7 +78,7 @@ def test_one_scorer_is_compared_with_that_of_the_run(source: RunFolder, compare:
     assert [first.run_name, second.run_name] == ["source-ab-addition-1", "source-ab-digits-1"]
     assert second.folder.absolute == f"{source.absolute}-ab-digits-1"
     assert second.config.retrain.sources == (source.absolute,)
-    assert (second.config.retrain.scores, second.config.score.scorer) == (
+    assert (second.config.retrain.scores, second.config.score.scorer.name) == (
         "digits@1",
         "digit_scorer:DigitScorer",
     )
@@ -94,8 +94,22 @@ def test_each_scorer_is_trained_with_each_algorithm(compare: Compare) -> None:
 
     assert [each.label for each in both.arms] == ["digits@1, rloo", "addition@1, rloo"]
     assert [each.run_name for each in both.arms] == ["x-ab-digits-1-rloo", "x-ab-addition-1-rloo"]
-    assert {(each.config.score.advantage, each.config.steps) for each in both.arms} == {("rloo", 7)}
+    assert {(each.config.score.advantage.name, each.config.steps) for each in both.arms} == {("rloo", 7)}
     assert [each.label for each in alone.arms] == ["addition@1", "addition@1, rloo"]
+
+
+def test_a_scorer_with_other_arguments_is_another_arm(compare: Compare) -> None:
+    name = "digit_scorer:count_digit"
+    compared = compare(*(f"{{name: {name}, args: {{digit: {digit}}}}}" for digit in (1, 2)))
+    keys = list(compared.terms)
+    assert len(set(keys)) == 2
+    assert all(key.startswith("digit_scorer.count_digit@1-") for key in keys)
+    assert [arm.config.score.scorer.args for arm in compared.arms] == [{"digit": 1}, {"digit": 2}]
+    assert compared.list_arguments() == [
+        f'{key} is {name} {{"digit": {digit}}}' for digit, key in enumerate(keys, 1)
+    ]
+    with pytest.raises(ConfigError, match=r"score\.scorer\.args = {'digt': 1}: there is no digt"):
+        _ = compare(f"{{name: {name}, args: {{digt: 1}}}}").arms
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_an_environment_has_the_settings_of_the_run_but_for_its_own() -> None:
     config = mixed("environments.guess.rollout.sampling.top_k=3", "rollout.sampling.top_p=0.5")
     each = environment_configs(config)
     assert list(each) == ["addition", "calculator", "guess"]
-    assert [own.score.scorer for own in each.values()] == ["addition", "calculator", "guess"]
+    assert [own.score.scorer.name for own in each.values()] == ["addition", "calculator", "guess"]
     sampling = each["guess"].rollout.sampling
     assert (sampling.top_k, sampling.top_p, each["addition"].rollout.sampling.top_k) == (3, 0.5, 0)
     assert (each["guess"].evaluate.n_prompts, each["addition"].evaluate.n_prompts) == (128, 256)
@@ -78,7 +78,7 @@ def test_a_scorer_of_an_environment_takes_the_place_of_the_runs_sum() -> None:
     config = mixed("score.sum=[{scorer: exact}]", "environments.b.rollout.environment=addition")
     each = environment_configs(config)
     assert each["guess"].score.sum == ()
-    assert [term.scorer for term in each["b"].score.sum] == ["exact"]
+    assert [term.scorer.name for term in each["b"].score.sum] == ["exact"]
 
 
 @pytest.mark.parametrize(

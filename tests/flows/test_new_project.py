@@ -51,7 +51,7 @@ def test_a_project_has_code_whose_tests_pass(tmp_path: Path) -> None:
         assert written.stdout.endswith(f"={import_path(kind, name)}\n")
     tested = subprocess.run([BIN / "pytest", "-q"], cwd=demo, capture_output=True, check=False, text=True)
     assert tested.returncode == 0, tested.stdout
-    assert "18 passed" in tested.stdout
+    assert "23 passed" in tested.stdout
     assert "dash" not in tested.stdout
     linted = subprocess.run(
         [BIN / "ruff", "check", "--isolated", "--select", "E,F,I,B,PT,UP", "--line-length", "130", "."],
@@ -76,17 +76,14 @@ def test_an_environment_reads_its_arguments_from_the_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = """
-    import json
     class Numbers:
         name, tools, stop = "numbers", (), ()
-        def __init__(self, n): self.n = n
-        @classmethod
-        def from_config(cls, config): return cls(**json.loads(config.environment_args))
+        def __init__(self, *, n: int): self.n = n
         def size(self, split): return self.n
     """
     (tmp_path / "sized_numbers.py").write_text(dedent(code))
     monkeypatch.syspath_prepend(tmp_path)
-    words = ("rollout.environment=sized_numbers:Numbers", 'rollout.environment_args={"n": 12}')
+    words = ("rollout.environment=sized_numbers:Numbers", "rollout.environment.args.n=12")
     assert make_environment(load("quickstart", words).rollout).size("train") == 12
 
 

@@ -48,7 +48,7 @@ def run(tmp_path: Path) -> RunFolder:
 def test_rescoring_uses_the_runs_settings_and_the_given_ones(run: RunFolder) -> None:
     config = rescore_config(run, ["score.timeout_s=3"], scorer="math", steps="2:5")
 
-    assert (config.score.scorer, config.score.workers, config.score.timeout_s) == ("math", 2, 3.0)
+    assert (config.score.scorer.name, config.score.workers, config.score.timeout_s) == ("math", 2, 3.0)
     assert (config.first_step, config.last_step) == (2, 4)
     assert rescore_config(run, [], steps=":3").last_step == 2
     assert rescore_config(run, [], steps="3:").first_step == 3

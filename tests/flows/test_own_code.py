@@ -1,6 +1,5 @@
 """Code of the user that a setting names by import path: whatever is wrong with it is one ConfigError before the start."""
 
-import json
 import re
 import socket
 from pathlib import Path
@@ -79,8 +78,8 @@ def test_an_environment_that_blocks_is_refused_in_time(name: str, monkeypatch: p
 def test_a_server_that_hangs_or_is_not_there_ends_the_run_before_its_start() -> None:
     with socket.create_server(("127.0.0.1", 0)) as hanging:
         url = f"http://127.0.0.1:{hanging.getsockname()[1]}"
-        given = f"rollout.environment_args={json.dumps({'url': url, 'action': 'message'})}"
-        words = ("rollout.environment=openenv", given)
+        arguments = (f"rollout.environment.args.url={url}", "rollout.environment.args.action=message")
+        words = ("rollout.environment=openenv", *arguments)
         with pytest.raises(ConfigError, match=r"start_timeout_s = 0\.2 s: .* a server does not answer"):
             preflight(load("quickstart", (*words, "start_timeout_s=0.2")))
     with pytest.raises(ConfigError, match=f"the server at {url} does not answer"):

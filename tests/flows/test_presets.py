@@ -39,8 +39,8 @@ def test_of_a_setting_that_two_presets_have_the_later_ones_counts(tmp_path: Path
     mine.write_text("train: {lr: 0.25, loss: ppo_clip}")
 
     assert load(f"quickstart+{mine}+cispo").train.lr == 0.25
-    assert load(f"quickstart+{mine}+cispo").train.loss == "cispo"
-    assert load(f"cispo+quickstart+{mine}").train.loss == "ppo_clip"
+    assert load(f"quickstart+{mine}+cispo").train.loss.name == "cispo"
+    assert load(f"cispo+quickstart+{mine}").train.loss.name == "ppo_clip"
     assert preset_name(f"quickstart+{mine}+cispo") == "quickstart-mine-cispo"
 
 

@@ -288,6 +288,19 @@ def test_the_form_of_the_older_ui_refuses_it_too_and_makes_a_run(product: Produc
     assert made["parameters"]["config"]["steps"] == 2
 
 
+def test_the_form_has_a_field_for_each_argument_of_an_environment(product: Product) -> None:
+    page = product.page
+    with product.paused():
+        open_form(product)
+        page.get_by_role("tab", name="openenv").first.click()
+        product.field("url").fill("http://host:9")
+        product.field("held_out").fill("7")
+        submit_form(product, steps="2")
+        (made,) = product.api("POST", "/flow_runs/filter", SCHEDULED)
+    given = {"name": "openenv", "args": {"url": "http://host:9", "held_out": 7}}
+    assert made["parameters"]["config"]["rollout"]["environment"] == given
+
+
 def test_the_artifact_of_a_run_shows_the_plot(product: Product, run: str) -> None:
     page = product.page
     page.goto(run)

@@ -27,8 +27,9 @@ def test_a_server_of_openenv_plays_and_its_rewards_by_turn_are_trained_on(
         "steps": 2,
         "model": tied_model,
         "start_model.steps": 0,
-        "rollout.environment": "openenv",
-        "rollout.environment_args": json.dumps({"command": uvicorn, "action": "message"}),
+        "rollout.environment": json.dumps(
+            {"name": "openenv", "args": {"command": uvicorn, "action": "message"}}
+        ),
         "rollout.groups_per_step": 2,
         "rollout.group_size": 4,
         "rollout.max_in_flight": 8,

@@ -26,6 +26,7 @@ from rollmill.tasks.store.run.manifest import read_manifest
 from rollmill.tasks.store.run.writable_run import OpenRun
 from rollmill.tasks.store.schemas import dataset_schema, make_batch
 from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.user_code.plug_in import PlugIn
 
 
 @pytest.mark.parametrize(
@@ -53,8 +54,8 @@ from rollmill.tasks.train.config import TrainConfig
             r"rollout\.groups_per_step = 1: a step samples 8 trajectories .*train\.ranks = 4 .* fewer ranks or updates",
         ),
         (
-            ['rollout.environment_args={"url": "http://localhost"}'],
-            r"rollout\.environment_args = .*the environment addition takes none: remove it",
+            ["train.loss=gspo", "train.loss.args.power=2"],
+            r"train\.loss\.args = .*gspo takes none; it has its settings in train",
         ),
         (
             ["train.kl.coef=0.1"],
@@ -213,7 +214,7 @@ def test_a_template_that_cannot_join_the_turns_of_the_environment_is_refused_bef
     folder = save_byte_tokenizer(tmp_path / "model")
     (folder / "config.json").write_text("{}")
     given = load("quickstart", ("start_model.steps=0", f"model={folder}", "serve.python=nowhere/bin/python"))
-    chosen = {"chat_template": template, "environment": f"faulty_environments:{environment}"}
+    chosen = {"chat_template": template, "environment": PlugIn(name=f"faulty_environments:{environment}")}
     # Of what is right, the next check fails: that for vLLM.
     with pytest.raises(ConfigError, match=re.escape(message) if message else "serve.python"):
         preflight(given.model_copy(update={"rollout": given.rollout.model_copy(update=chosen)}))

@@ -95,8 +95,7 @@ def make(tmp_path: Path) -> Make:
         path = tmp_path / "tasks.jsonl"
         path.write_text("".join(f"{json.dumps(each)}\n" for each in tasks or [TASK]))
         given = {
-            "environment": "nemo_gym",
-            "environment_args": json.dumps({"url": url}),
+            "environment": {"name": "nemo_gym", "args": {"url": url}},
             "prompts": {"path": str(path), "held_out_share": 0.0001, **prompts},
         }
         environment = make_environment(RolloutConfig.model_validate(given))
@@ -213,8 +212,7 @@ async def test_a_cut_answer_reaches_an_episode_in_a_worker_process(make: Make, t
     async with server.serve() as url:
         make(url)
         given = {
-            "environment": "nemo_gym",
-            "environment_args": json.dumps({"url": url}),
+            "environment": {"name": "nemo_gym", "args": {"url": url}},
             "prompts": {"path": str(tmp_path / "tasks.jsonl"), "held_out_share": 0.0001},
             "env_workers": 1,
         }

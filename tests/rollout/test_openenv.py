@@ -1,7 +1,6 @@
 """Episodes of OpenEnv servers: of the project's own server code, and of servers that fail in every way."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
@@ -24,8 +23,7 @@ CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
 
 
 def make_config(**arguments: object) -> RolloutConfig:
-    given = json.dumps(arguments)
-    return RolloutConfig.model_validate({"environment": "openenv", "environment_args": given})
+    return RolloutConfig.model_validate({"environment": {"name": "openenv", "args": arguments}})
 
 
 def make(**arguments: object) -> OpenEnv:
@@ -388,11 +386,14 @@ async def test_a_field_of_the_observation_may_be_named(
         ({"command": "true"}, "must have {port}"),
         ({"command": "no-such-program {port}"}, "is not found"),
         ({"command": "echo 'one"}, "cannot be split into words"),
-        ({"url": "http://host", "train": 0}, "Expected `int` >= 1"),
-        ({"url": "http://host", "tasks": 5}, "unknown field `tasks`"),
+        (
+            {"url": "http://host", "train": 0},
+            "train: Input should be greater than or equal to 1; it takes url: str",
+        ),
+        ({"url": "http://host", "tasks": 5}, "there is no tasks; it takes url: str = '', command"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(arguments: dict[str, object], remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy) as refused:
         make(**arguments)
-    assert refused.value.field == "rollout.environment_args"
+    assert refused.value.field.startswith("rollout.environment.args")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollmill.tasks.errors import ConfigError, EpisodeError
+from rollmill.tasks.rollout import environment as environments
 from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.rollout.environment import Conversation, Message, TokenCounts
 from rollmill.tasks.rollout.environment_calls import read_episode_state
@@ -177,41 +178,33 @@ async def test_a_rewritten_conversation_replaces_the_one_so_far(house: Verifiers
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("owner/no-such-house@1", "", "install the environment's package"),
-        (NAME, '{"taskset": {"coins": 5}}', "rejects these arguments"),
-        (NAME, '{"select": {"first": 5}}', "select"),
-        (NAME, '{"taskset": {"n": 0}}', "no problems to train on"),
-        (NAME, "[1]", "give a JSON object"),
-        (NAME, "{", "give a JSON object"),
-        ("json", "", "JSONDecoder"),
-        (NAME, '{"agent": {"sampling": {"temperature": 0.1}}}', ""),
+        ("owner/no-such-house@1", {}, "install the environment's package"),
+        (NAME, {"taskset": {"coins": 5}}, "rejects these arguments"),
+        (NAME, {"select": {"first": 5}}, "select"),
+        (NAME, {"taskset": {"n": 0}}, "no problems to train on"),
+        ("json", {}, "JSONDecoder"),
+        (NAME, {"agent": {"sampling": {"temperature": 0.1}}}, ""),
     ],
 )
 async def test_wrong_names_and_arguments_are_errors_of_the_configuration(
-    name: str, arguments: str, message: str
+    name: str, arguments: dict[str, object], message: str
 ) -> None:
-    config = RolloutConfig(environment=f"verifiers:{name}", environment_args=arguments)
+    config = RolloutConfig(environment={"name": f"verifiers:{name}", "args": arguments})
     if not message:
-        environment = Verifiers.from_config(config)
+        environment = environments.make_environment(config)
         with pytest.raises(EpisodeError, match=r"temperature = 0\.1"):
             await open_episode(environment)
         await environment.aclose()
         return
     with pytest.raises(ConfigError, match=message):
-        Verifiers.from_config(config)
+        environments.make_environment(config)
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "message"),
-    [("no-such-house", "", "install the environment's package"), (NAME, "[]", "give a JSON object")],
-)
-def test_a_missing_requirement_is_named_without_importing_the_library(
-    name: str, arguments: str, message: str
-) -> None:
-    check_installed("verifiers:textarena", "")
-    check_installed(f"verifiers:owner/{NAME.replace('_', '-')}@1.2", "{}")
-    with pytest.raises(ConfigError, match=message):
-        check_installed(f"verifiers:{name}", arguments)
+def test_a_missing_requirement_is_named_without_importing_the_library() -> None:
+    check_installed("verifiers:textarena")
+    check_installed(f"verifiers:owner/{NAME.replace('_', '-')}@1.2")
+    with pytest.raises(ConfigError, match="install the environment's package"):
+        check_installed("verifiers:no-such-house")
 
 
 @pytest.mark.service

@@ -23,8 +23,10 @@ from rollmill.tasks.store.run.step_plan import Attempt
 WORDS = ["stone", "house", "mouse", "plane", "tree"]
 N_TASKS = 20
 CONFIG = RolloutConfig(
-    environment="verifiers:textarena",
-    environment_args=f'{{"taskset": {{"game": "Hangman-v0"}}, "select": {{"limit": {N_TASKS}}}}}',
+    environment={
+        "name": "verifiers:textarena",
+        "args": {"taskset": {"game": "Hangman-v0"}, "select": {"limit": N_TASKS}},
+    },
 )
 MAX_TOKENS = 4096
 TEMPLATE = (

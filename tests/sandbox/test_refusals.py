@@ -29,7 +29,7 @@ def no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_without_bubblewrap_the_scorer_is_refused_with_the_package(no_program: Path) -> None:
     config = ScoreConfig(scorer="code", sandbox=SandboxConfig(timeout_s=1.1))
     with pytest.raises(ConfigError, match=r"apt install bubblewrap.*score\.sandbox\.unsafe=true") as raised:
-        check_scorer(config, "")
+        check_scorer(config)
     assert raised.value.field == "score.sandbox.unsafe"
 
 

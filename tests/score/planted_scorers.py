@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -249,3 +250,39 @@ def fails_at_times(candidate: Candidate) -> float:
     if candidate.answer == "raise":
         raise KeyError("answer")
     return float(candidate.trajectory_id.split(".")[2])
+
+
+def scaled(candidate: "Unknown", *, n: int, names: tuple[str, ...] = ()) -> float:  # type: ignore[name-defined] # noqa: F821
+    """An annotation that cannot be evaluated is no obstacle."""
+    return float(n * len(names))
+
+
+async def scaled_async(candidate: Candidate, *, n: int, names: tuple[str, ...] = ()) -> float:
+    return float(n * len(names))
+
+
+@by_group
+def scaled_group(candidates: list[Candidate], *, n: int, names: tuple[str, ...] = ()) -> list[float]:
+    return [float(n * len(names))] * len(candidates)
+
+
+class Scaled:
+    name, version = "scaled", "3"
+
+    def __init__(self, n: int, names: tuple[str, ...] = ()) -> None:
+        self.n, self.names = n, names
+
+    def score(self, candidate: Candidate) -> float:
+        return float(self.n * len(self.names))
+
+
+class _Object:
+    async def __call__(self, candidate: Candidate, *, n: int, names: tuple[str, ...] = ()) -> float:
+        return float(n * len(names))
+
+
+an_object = _Object()
+
+
+def takes_all(candidate: Candidate, **arguments: Any) -> float:
+    return float(arguments["n"] * len(arguments["names"]))

@@ -14,16 +14,17 @@ from rollmill.tasks.score.group_outcomes import (
     compute_batch_advantages,
 )
 from rollmill.tasks.score.terms import check_scorer
+from rollmill.tasks.user_code.plug_in import PlugIn
 
 REWARDS = np.array([1.0, 0.0])
 
 
 def test_a_registered_name_is_a_built_in_function() -> None:
-    assert resolve_advantage("mean").of_group is mean
+    assert resolve_advantage(PlugIn(name="mean")).of_group is mean
 
 
 def test_a_function_may_give_a_list() -> None:
-    assert resolve_advantage("planted_scorers:twice").of_group(REWARDS).tolist() == [2.0, 0.0]
+    assert resolve_advantage(PlugIn(name="planted_scorers:twice")).of_group(REWARDS).tolist() == [2.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -34,13 +35,13 @@ def test_a_result_that_is_no_list_of_advantages_is_an_error_that_names_the_funct
     name: str, message: str
 ) -> None:
     with pytest.raises(ScoreError, match=message) as raised:
-        resolve_advantage(f"planted_scorers:{name}").of_group(REWARDS)
+        resolve_advantage(PlugIn(name=f"planted_scorers:{name}")).of_group(REWARDS)
     assert f"planted_scorers:{name}" in str(raised.value)
 
 
 def test_a_function_cannot_change_the_rewards() -> None:
     rewards = REWARDS.copy()
-    resolve_advantage("planted_scorers:doubles_in_place").of_group(rewards)
+    resolve_advantage(PlugIn(name="planted_scorers:doubles_in_place")).of_group(rewards)
     assert rewards.tolist() == REWARDS.tolist()
 
 

@@ -14,6 +14,7 @@ from rollmill.tasks.score.config import ScoreConfig
 from rollmill.tasks.score.scoring import Scoring
 from rollmill.tasks.score.terms import SCORERS
 from rollmill.tasks.store.rows import Rows, column_values
+from rollmill.tasks.user_code.plug_in import PlugIn
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "scorers.md").read_text()
 MODULE = "documented_rewards"
@@ -39,7 +40,7 @@ async def test_the_pages_rewards_of_turns_and_its_function_of_positions(
     async with Scoring(ScoreConfig(scorer=f"{MODULE}:tests_passed"), "r") as scoring:
         scores = await scoring.score(rollouts(["3 tests passed"]), step=0)
     assert column_values(scores, "turn_rewards") == [[1.0]]
-    function = resolve_advantage(f"{MODULE}:TO_GO").by_position
+    function = resolve_advantage(PlugIn(name=f"{MODULE}:TO_GO")).by_position
     assert function is not None
     found = function(np.array([[1.0, 0.0], [1.0, 1.0]]), np.array([[True, False], [True, True]]))
     assert found[0, 0] == pytest.approx(-1 / 3)
@@ -63,12 +64,12 @@ async def test_the_groups_scorer_of_the_page_scores_drops_and_drops_the_group(
 
 
 def test_the_advantage_of_the_page_is_one() -> None:
-    assert resolve_advantage(f"{MODULE}:ranks").of_group(np.array([5.0, 1.0, 9.0])).tolist() == [
+    assert resolve_advantage(PlugIn(name=f"{MODULE}:ranks")).of_group(np.array([5.0, 1.0, 9.0])).tolist() == [
         0.0,
         -1.0,
         1.0,
     ]
-    assert resolve_advantage(f"{MODULE}:ranks").of_group(np.array([1.0, 0.0, 1.0])).tolist() == [
+    assert resolve_advantage(PlugIn(name=f"{MODULE}:ranks")).of_group(np.array([1.0, 0.0, 1.0])).tolist() == [
         0.5,
         -1.0,
         0.5,

@@ -1,5 +1,6 @@
 """Secrets appear in no output and in no file that other users can read; options that open a server need a key however they are spelled."""
 
+import json
 import os
 import re
 import shutil
@@ -76,18 +77,23 @@ def test_arguments_that_open_a_server_need_a_key(arguments: tuple[str, ...]) -> 
         '{"taskset": {"api_key": "planted-secret"}}',
         '{"url": "http://me:planted-secret@host", "judge_apiKey" : "planted-secret"}',
         '{"headers": {"Authorization": "planted-secret"}}',
-        '{"client_secret": "planted-secret"',
+        '{"client_secret": "planted-secret"}',
         '{"hf_token": "planted-secret"}',
         '{"openai_key": "planted-secret"}',
-        '[{"bearer": "planted-secret"}]',
-        '--kv-transfer-config={"api_key": "planted-secret"}',
+        '{"headers": [{"bearer": "planted-secret"}]}',
     ],
 )
-@pytest.mark.parametrize("field", ["rollout.environment_args", "serve.extra_args"])
+@pytest.mark.parametrize("field", ["rollout.environment", "score.scorer", "serve.extra_args"])
 def test_a_secret_in_a_json_object_is_refused_unshown(arguments: str, field: str) -> None:
     section, name = field.split(".")
+    is_plug_in = name != "extra_args"
+    given = (
+        {"name": "openenv", "args": json.loads(arguments)}
+        if is_plug_in
+        else [f"--kv-transfer-config={arguments}"]
+    )
     with pytest.raises(ConfigError) as refused:
-        validate({section: {name: [arguments] if name == "extra_args" else arguments}})
+        validate({section: {name: given}})
     assert refused.value.field == field
     assert "planted-secret" not in str(refused.value)
     assert "environment variable" in str(refused.value)
@@ -102,6 +108,8 @@ def test_a_secret_in_a_json_object_is_refused_unshown(arguments: str, field: str
         "serve.extra_args=--api-key planted-secret",
         "serve.api_key_env=planted-secret",
         "rollout.env_variables=K=planted-secret",
+        "rollout.environment.args.api_key=planted-secret",
+        "rollout.environment={name: openenv, args: {api_key: planted-secret}}",
         "rollout.environment_args={api_key: planted-secret}",
         "mode=https://host/a?sig=planted-secret",
     ],
@@ -119,8 +127,8 @@ def test_a_key_of_digits_is_not_shown() -> None:
 
 
 def test_arguments_about_secrets_are_none() -> None:
-    arguments = '{"api_key_var": "MY_KEY", "max_tokens": 5, "eos_token": "</s>", "api_key": "", "token": 3}'
-    assert RolloutConfig(environment_args=arguments).environment_args == arguments
+    arguments = {"api_key_var": "MY_KEY", "max_tokens": 5, "eos_token": "</s>", "api_key": "", "token": 3}
+    assert RolloutConfig(environment={"name": "openenv", "args": arguments}).environment.args == arguments
 
 
 @pytest.mark.parametrize("name", ["JUDGE_API_KEY", "HF_TOKEN", "ROLLMILL_JUDGE", "ROLLMILL_VLLM_API_KEY", ""])

@@ -38,7 +38,7 @@ async def score(path: str, answers: Sequence[str]) -> list[tuple[float | None, s
     """Score answers in one worker: (reward, type of the error) of each."""
     load = CallSlots("score", 1)
     settings = ScoreConfig().model_dump_json().encode()
-    async with ScoreWorkerPool([path], settings, 1, TIMEOUT_S, load) as pool, load.slot():
+    async with ScoreWorkerPool([(path, {})], settings, 1, TIMEOUT_S, load) as pool, load.slot():
         found = await pool.call(0, [[candidate(answer)] for answer in answers], TIMEOUT_S)
     return [(verdict.reward, verdict.error_type) for (verdict,) in found]
 

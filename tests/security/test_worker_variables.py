@@ -75,7 +75,7 @@ async def test_environment_has_the_variables_that_are_named(tmp_path: Path) -> N
 async def test_scorer_has_the_variables_that_are_named(names: tuple[str, ...], expected: set[str]) -> None:
     load, settings = CallSlots("score", 1), ScoreConfig().model_dump_json().encode()
     candidate = CandidateText("t", "e", "complete", "{}", "[]", "{}", 1)
-    pool = ScoreWorkerPool(["planted_variables:score"], settings, 1, TIMEOUT_S, load, names)
+    pool = ScoreWorkerPool([("planted_variables:score", {})], settings, 1, TIMEOUT_S, load, names)
     async with pool, load.slot():
         ((verdict,),) = await pool.call(0, [[candidate]], TIMEOUT_S)
     found = verdict.components.keys()

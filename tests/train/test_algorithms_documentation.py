@@ -19,7 +19,7 @@ def test_the_loss_of_the_page_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "documented_losses.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    build_loss(TrainConfig(loss="documented_losses:soft_clip", loss_options=("temperature=2",)))
+    build_loss(TrainConfig(loss={"name": "documented_losses:soft_clip", "args": {"temperature": 2}}))
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in ALGORITHMS.glob("*.yaml")))

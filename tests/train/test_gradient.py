@@ -163,7 +163,7 @@ class Naive:
         sampler = torch.tensor(samples.logprobs[row][trained], dtype=torch.float64)
         found = log_p - sampler
         ratio = torch.exp(found)
-        if self.config.loss == "gspo":
+        if self.config.loss.name == "gspo":
             # Each token has its own advantage: the paper's equation 13.
             ratio = torch.exp(found.mean()).detach() * torch.exp(found - found.detach())
         bounded = ratio.clamp(1 - self.config.clip_low, 1 + self.config.clip_high) * advantage

@@ -11,7 +11,7 @@ from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.objective.losses.token_loss import Tokens
 from rollmill.tasks.train.objective.objective import LOSSES, Objective, build_loss
-from rollmill.tasks.train.setting_rules import HAS_RATIO, parse_loss_options
+from rollmill.tasks.train.setting_rules import HAS_RATIO
 
 
 @pytest.fixture(autouse=True)
@@ -23,12 +23,12 @@ def test_every_loss_declares_whether_it_has_a_ratio() -> None:
     assert LOSSES.keys() == HAS_RATIO.keys()
 
 
-def test_a_loss_of_another_package_is_called_with_its_options_by_name() -> None:
+def test_a_loss_of_another_package_is_called_with_its_arguments_by_name() -> None:
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     tokens = Tokens(logprobs, logprobs, logprobs, torch.tensor([2.0, -3.0]), torch.tensor([0, 0]), 1)
 
     loss, has_ratio = build_loss(
-        TrainConfig(loss="planted_losses:signed", loss_options=("power=2", "sides=[a]"))
+        TrainConfig(loss={"name": "planted_losses:signed", "args": {"power": 2, "sides": ["a"]}})
     )
 
     assert loss(tokens).loss.tolist() == [4.0, -18.0]
@@ -44,11 +44,6 @@ def test_a_loss_of_another_package_may_declare_that_it_has_no_ratio() -> None:
         Objective(TrainConfig.model_validate(config | {"loss": "planted_losses:signed"}))
 
 
-def test_options_are_read_as_yaml() -> None:
-    config = TrainConfig(loss="a:b", loss_options=("beta=1.5", "sides=[1, 2]", "name=left", "on=true"))
-    assert parse_loss_options(config) == {"beta": 1.5, "sides": [1, 2], "name": "left", "on": True}
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -60,11 +55,18 @@ def test_options_are_read_as_yaml() -> None:
         ({"loss": "planted_losses:too_few"}, "it must give a TokenLoss of four tensors [N]"),
         ({"loss": "planted_losses:detached"}, "its loss has no gradient"),
         (
-            {"loss": "planted_losses:signed", "loss_options": ("powr=2",)},
-            "unexpected keyword argument 'powr'",
+            {"loss": {"name": "planted_losses:signed", "args": {"powr": 2}}},
+            "train.loss.args = {'powr': 2}: there is no powr; it takes power: float = 1.0, sides: tuple[str, ...] = ()",
         ),
-        ({"loss": "planted_losses:signed", "loss_options": ("power",)}, "write each as NAME=VALUE"),
-        ({"loss_options": ("power=2",)}, "ppo_clip has its settings in train"),
+        (
+            {"loss": {"name": "planted_losses:signed", "args": {"power": "two"}}},
+            "train.loss.args = {'power': 'two'}: power: Input should be a valid number",
+        ),
+        (
+            {"loss": "planted_losses:slow"},
+            "train.loss.args = {}: seconds is missing; it takes seconds: float",
+        ),
+        ({"loss": {"name": "ppo_clip", "args": {"power": 2}}}, "ppo_clip takes none"),
     ],
 )
 def test_a_wrong_loss_is_a_wrong_setting_that_says_what_to_do(
@@ -80,8 +82,8 @@ def test_a_wrong_loss_of_another_package_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
-    overrides = ("train.loss=planted_losses:signed", "train.loss_options=[powr=2]")
-    with pytest.raises(ConfigError, match=r"train\.loss_options.*power"):
+    overrides = ("train.loss=planted_losses:signed", "train.loss.args.powr=2")
+    with pytest.raises(ConfigError, match=r"train\.loss\.args.*power"):
         preflight(load("quickstart", overrides))
 
 

@@ -59,7 +59,7 @@ async def test_a_slow_rank_is_found_and_the_waits_of_the_others_are_attributed_t
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     config = TrainConfig(
-        ranks=2, annotate_every=1, loss="planted_losses:slow", loss_options=(f"seconds={SLOW_S}",)
+        ranks=2, annotate_every=1, loss={"name": "planted_losses:slow", "args": {"seconds": SLOW_S}}
     )
     run, recorder = tmp_path / "run", Recorder("flow")
     digests = [batches.write_step(run, step, batches.uneven_rows(16, seed=step)) for step in range(2)]

@@ -44,7 +44,8 @@ def _find_trained_scorer(folder: RunFolder) -> str:
         if batch.num_rows:
             return str(batch["scorer"][0].as_py())
     # A scorer that is given by its import path, package.module:name, is stored with dots.
-    return str(read_manifest(folder).config.get("score", {}).get("scorer", "")).replace(":", ".")
+    scorer = read_manifest(folder).config.get("score", {}).get("scorer", "")
+    return str(scorer.get("name", "") if isinstance(scorer, dict) else scorer).replace(":", ".")
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,9 +79,9 @@ class Agent:
     def from_config(cls, config: RolloutConfig) -> Self:
         """Create the environment; ConfigError names a wrong setting of `rollout.agent`."""
         agent = config.agent
-        if agent.problems == cls.name:
+        if agent.problems.name == cls.name:
             raise ConfigError(
-                "rollout.agent.problems", agent.problems, "name the environment whose problems it is given"
+                "rollout.agent.problems", cls.name, "name the environment whose problems it is given"
             )
         if bool(agent.command) == bool(agent.url):
             raise ConfigError(FIELD, agent.command, "give either a command or rollout.agent.url")

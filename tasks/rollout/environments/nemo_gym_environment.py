@@ -9,18 +9,18 @@ import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import msgspec
 from aiohttp import ClientSession, ClientTimeout, CookieJar
+from pydantic import Field
 
 from rollmill.tasks.errors import ConfigError, EpisodeError
 from rollmill.tasks.rollout.config import PromptsConfig, RolloutConfig
 from rollmill.tasks.rollout.environment import Conversation, Episode, Example, Message, Split, TokenCounts
-from rollmill.tasks.rollout.environments.arguments import FIELD, convert_arguments
 from rollmill.tasks.rollout.environments.endpoint import chat_wire, responses_wire
 from rollmill.tasks.rollout.environments.endpoint.chat_wire import Wire
-from rollmill.tasks.rollout.environments.openenv_environment import guard_connection
+from rollmill.tasks.rollout.environments.openenv_environment import check_url, guard_connection
 from rollmill.tasks.rollout.environments.prompts import CRC_RANGE, prompts_error
 
 ASKED = "responses_create_params"
@@ -28,12 +28,6 @@ ASKED = "responses_create_params"
 CLOSE_S = 4.0
 """Seconds in which a truncated episode is verified: it has five to close (EpisodePlayer.cut_grace_s)."""
 SHOWN_ERROR = 500
-
-
-class NemoGymArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Arguments of the environment in rollout.environment_args: the address of the resources server."""
-
-    url: str
 
 
 class _Verdict(msgspec.Struct):
@@ -61,11 +55,14 @@ class NemoGym:
         self._url, self._tasks = url.rstrip("/"), read_tasks(config)
 
     @classmethod
-    def from_config(cls, config: RolloutConfig) -> Self:
+    def from_config(
+        cls,
+        config: RolloutConfig,
+        *,
+        url: Annotated[str, Field(description="Address of the resources server.")],
+    ) -> Self:
         """Read the tasks; ConfigError names a wrong argument, or the line of the first wrong task."""
-        url = convert_arguments(config.environment_args, NemoGymArguments).url
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(FIELD, config.environment_args, "its url is no address: write http://HOST:PORT")
+        check_url(url)
         return cls(url, config.prompts)
 
     def size(self, split: Split) -> int:

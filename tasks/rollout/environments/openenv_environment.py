@@ -9,6 +9,7 @@ import shlex
 import shutil
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 import msgspec
@@ -20,12 +21,12 @@ from aiohttp import (
     ClientWSTimeout,
     WSMsgType,
 )
+from pydantic import Field
 
 from rollmill.tasks.errors import ConfigError, EpisodeError
 from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
 from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.rollout.environment import Conversation, Episode, Example, Message, Split
-from rollmill.tasks.rollout.environments.arguments import FIELD, convert_arguments
 from rollmill.tasks.rollout.tools import tool_calls
 from rollmill.tasks.user_code.worker_process import select_user_variables
 
@@ -39,26 +40,20 @@ _PAUSE_S = 0.1
 _NOT_SHOWN = ("done", "reward", "metadata")
 
 
-class OpenEnvArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Arguments of the environment in rollout.environment_args.
+FIELD = "rollout.environment.args"
 
-    Attributes:
-        url: address of a server that runs, such as http://127.0.0.1:8000.
-        command: starts a server on loopback; {port} is replaced by a free port. Instead of `url`.
-        train: training problems, which are the seeds from 0 on.
-        held_out: held-out problems, which are the seeds that follow.
-        reset: further arguments of each reset.
-        action: field of an action that is the policy's whole message; empty: the policy calls tools.
-        observation: field of an observation that is shown; empty: its only text, or all of it as JSON.
-    """
 
-    url: str = ""
-    command: str = ""
-    train: Annotated[int, msgspec.Meta(ge=1)] = 1000
-    held_out: Annotated[int, msgspec.Meta(ge=0)] = 200
-    reset: dict[str, Any] = {}
-    action: str = ""
-    observation: str = ""
+@dataclass(frozen=True, slots=True)
+class OpenEnvArguments:
+    """Arguments of the environment, as `OpenEnv.from_config` takes them."""
+
+    url: str
+    command: str
+    train: int
+    held_out: int
+    reset: Mapping[str, Any]
+    action: str
+    observation: str
 
 
 class _ListedTool(msgspec.Struct):
@@ -102,16 +97,43 @@ class OpenEnv:
         self._server = OpenEnvServer(arguments, variables)
 
     @classmethod
-    def from_config(cls, config: RolloutConfig) -> Self:
+    def from_config(
+        cls,
+        config: RolloutConfig,
+        *,
+        url: Annotated[str, Field(description="Address of a server, such as http://127.0.0.1:8000.")] = "",
+        command: Annotated[
+            str,
+            Field(
+                description="Starts a server on loopback; {port} is replaced by a free port. Instead of url."
+            ),
+        ] = "",
+        train: Annotated[int, Field(ge=1, description="Training problems: seeds from 0 on.")] = 1000,
+        held_out: Annotated[int, Field(ge=0, description="Held-out problems: the seeds that follow.")] = 200,
+        reset: Annotated[Mapping[str, Any], Field(description="Further arguments of each reset.")] = {},
+        action: Annotated[
+            str,
+            Field(
+                description="Field of an action that is the policy's whole message; empty: the policy calls tools."
+            ),
+        ] = "",
+        observation: Annotated[
+            str,
+            Field(
+                description="Field of an observation that is shown; empty: its only text, or all of it as JSON."
+            ),
+        ] = "",
+    ) -> Self:
         """Create the environment; ConfigError names a wrong argument. A server that is started here starts with the first episode."""
-        text = config.environment_args
-        arguments = convert_arguments(text, OpenEnvArguments)
-        if bool(arguments.url) == bool(arguments.command):
-            raise ConfigError(FIELD, text, "give either the url of a server or a command that starts one")
-        if arguments.url and not arguments.url.startswith(("http://", "https://")):
-            raise ConfigError(FIELD, text, "its url is no address: write http://HOST:PORT")
-        if arguments.command:
-            _check_command(text, arguments.command)
+        if bool(url) == bool(command):
+            raise ConfigError(
+                FIELD, config.environment.args, "give either the url of a server or a command that starts one"
+            )
+        if url:
+            check_url(url)
+        else:
+            _check_command(command)
+        arguments = OpenEnvArguments(url, command, train, held_out, reset, action, observation)
         return cls(arguments, config.prompts.system, select_user_variables(config.env_variables))
 
     def size(self, split: Split) -> int:
@@ -126,19 +148,22 @@ class OpenEnv:
         return OpenEnvEpisode(self._server, self._arguments, reset, self._system)
 
 
-def _check_command(text: str, command: str) -> None:
+def check_url(url: str) -> None:
+    """Raise ConfigError unless the argument `url` of an environment is an address."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{FIELD}.url", url, "it is no address: write http://HOST:PORT")
+
+
+def _check_command(command: str) -> None:
+    field = f"{FIELD}.command"
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise ConfigError(
-            FIELD, text, f"its command cannot be split into words as a shell does: {error}"
-        ) from error
+        raise ConfigError(field, command, f"cannot be split into words as a shell does: {error}") from error
     if not words or shutil.which(words[0]) is None:
-        raise ConfigError(
-            FIELD, text, "the program of its command is not found; give a path or a name on PATH"
-        )
+        raise ConfigError(field, command, "its program is not found; give a path or a name on PATH")
     if "{port}" not in command:
-        raise ConfigError(FIELD, text, "its command must have {port} where the server's port is written")
+        raise ConfigError(field, command, "it must have {port} where the server's port is written")
 
 
 class OpenEnvServer:

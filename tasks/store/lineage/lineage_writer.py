@@ -24,6 +24,7 @@ from rollmill.tasks.store.reader import read
 from rollmill.tasks.store.run.immutable_settings import get_setting
 from rollmill.tasks.store.run.manifest import Manifest, read_manifest
 from rollmill.tasks.store.stored_batch import batch_digest
+from rollmill.tasks.user_code.plug_in import PlugIn
 
 
 def write_lineage(policy: Path, run: RunFolder, version: int, model: Path) -> None:
@@ -125,7 +126,8 @@ def _list_data(manifest: Manifest) -> Iterator[PromptData]:
     for entry in config.get("environments") or [{}]:
 
         def find(name: str, entry: Mapping[str, Any] = entry) -> str:
-            return str(get_setting(entry, name, get_setting(config, name, "")) or "")
+            found = get_setting(entry, name, get_setting(config, name, ""))
+            return str(PlugIn.model_validate(found) if isinstance(found, Mapping) else found or "")
 
         env = find("rollout.environment")
         # An agent is given the problems of another environment.

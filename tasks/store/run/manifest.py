@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from rollmill.tasks.errors import ConfigError, ManifestError, StoreError
 from rollmill.tasks.store.filesystem import Files, open_files, read_text
 from rollmill.tasks.store.folders import MANIFEST, RunFolder
+from rollmill.tasks.store.run.former_settings import StoredSettings
 from rollmill.tasks.store.run.step_settings import EarlierSettings, keep_earlier, select_settings
 from rollmill.tasks.store.schema_versions import describe_unread
 
@@ -28,7 +29,7 @@ class ForkOrigin:
     run: str
     folder: str
     step: int
-    config: dict[str, Any] = field(default_factory=dict)
+    config: StoredSettings = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Manifest:
     incarnation: int
     epoch: int
     schema_version: int
-    config: dict[str, Any]
+    config: StoredSettings
     versions: dict[str, str]
     git_commit: str
     created_at: str

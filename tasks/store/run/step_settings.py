@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollmill.tasks.store.run.former_settings import StoredSettings
 from rollmill.tasks.store.run.immutable_settings import get_setting
 
 
@@ -17,7 +18,7 @@ class EarlierSettings:
     """
 
     until_step: int
-    settings: dict[str, Any]
+    settings: StoredSettings
 
 
 def select_settings(config: Mapping[str, Any], by_step: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from inspect import Signature, signature
 from typing import Any
 
 import torch
@@ -35,7 +34,8 @@ from rollmill.tasks.train.objective.losses.ppo_clip import ppo_clip
 from rollmill.tasks.train.objective.losses.reinforce import reinforce
 from rollmill.tasks.train.objective.losses.token_loss import Loss, TokenLoss, Tokens
 from rollmill.tasks.train.packing.micro_batch import MicroBatch
-from rollmill.tasks.train.setting_rules import HAS_RATIO, check_objective, parse_loss_options
+from rollmill.tasks.train.setting_rules import HAS_RATIO, check_objective
+from rollmill.tasks.user_code.arguments import bind_arguments
 
 LOSSES: Mapping[str, Callable[[TrainConfig], Loss]] = {
     "reinforce": lambda _: reinforce,
@@ -48,26 +48,19 @@ LOSSES: Mapping[str, Callable[[TrainConfig], Loss]] = {
 
 
 def build_loss(config: TrainConfig) -> tuple[Loss, bool]:
-    """Return the loss that `train.loss` names, with its options, and whether the probability ratio weights its gradient.
+    """Return the loss that `train.loss` names, with its arguments, and whether the probability ratio weights its gradient.
 
     The ratio is that of the policy to the old policy. A loss of another package is tried on three tokens.
 
     Raises:
-        ConfigError: there is no such loss, or it does not take these options, or does not return a TokenLoss.
+        ConfigError: there is no such loss, or it does not take these arguments, or does not return a TokenLoss.
     """
-    if config.loss in LOSSES:
-        return LOSSES[config.loss](config), HAS_RATIO[config.loss]
-    function, options = _import_loss(config.loss), parse_loss_options(config)
-    takes: Signature | None = None
-    try:
-        takes = signature(function)
-        takes.bind(None, **options)
-    except (TypeError, ValueError) as error:
-        # ValueError: a function of a C extension may have no signature.
-        remedy = f"{config.loss}{takes or ''} is called with Tokens and these by name ({error})"
-        raise ConfigError("train.loss_options", config.loss_options, remedy) from error
-    loss: Loss = partial(function, **options)
-    _try_loss(config.loss, loss)
+    name = config.loss.name
+    if name in LOSSES:
+        return LOSSES[name](config), HAS_RATIO[name]
+    function = _import_loss(name)
+    loss: Loss = partial(function, **bind_arguments("train.loss", function, config.loss.args, 1))
+    _try_loss(name, loss)
     return loss, bool(getattr(function, "has_ratio", True))
 
 
@@ -155,7 +148,7 @@ class Objective:
         self.needs_reference = config.kl.coef > 0.0
         self.entropy_gradient = config.entropy_coef > 0.0
         self.is_without_advantage = self.needs_reference or self.entropy_gradient
-        self.skips_without_advantage = config.loss in HAS_RATIO and not self.is_without_advantage
+        self.skips_without_advantage = config.loss.name in HAS_RATIO and not self.is_without_advantage
 
     def __call__(self, batch: MicroBatch, forward: Forward) -> ObjectiveTerms:
         """Compute the objective of a micro-batch's trained tokens.

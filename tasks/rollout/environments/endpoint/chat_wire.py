@@ -210,7 +210,7 @@ def refuse_sampling_settings(request: Wire) -> None:
             continue
         raise EpisodeError(
             f"a request has {name} = {value!r:.200}; only `rollout` and `serve` set how the policy is sampled: remove it from "
-            "the program, or for a verifiers environment from rollout.environment_args"
+            "the program, or for a verifiers environment from rollout.environment.args"
         )
 
 

@@ -13,12 +13,11 @@ from typing import Any
 
 from rollmill.tasks.errors import ConfigError, LibraryError, SchemaError
 from rollmill.tasks.rollout.environment import Split, is_held_out
-from rollmill.tasks.rollout.environments.arguments import FIELD as ARGUMENTS_FIELD
-from rollmill.tasks.rollout.environments.arguments import parse_arguments
 from rollmill.tasks.store.environment_states import check_columns
 
 PREFIX = "verifiers:"
 FIELD = "rollout.environment"
+ARGUMENTS_FIELD = f"{FIELD}.args"
 SELECT, HELD_OUT = "select", "held_out"
 INSTALL = "pip install 'rollmill[verifiers]'"
 CHAT_PLUGIN = "rollmill_chat"
@@ -28,13 +27,12 @@ _NOT_INSTALLED = (
 )
 
 
-def check_installed(name: str, arguments: str) -> None:
+def check_installed(name: str) -> None:
     """Check that the `verifiers` library and an environment are installed, without importing either.
 
     Raises:
-        ConfigError: the library or the environment's package is not installed, or the arguments are not a JSON object.
+        ConfigError: the library or the environment's package is not installed.
     """
-    parse_arguments(arguments)
     library = find_spec("verifiers")
     if library is None or not library.submodule_search_locations:
         raise ConfigError(FIELD, name, f"the verifiers library is not installed: {INSTALL}")

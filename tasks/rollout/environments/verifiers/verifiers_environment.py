@@ -13,7 +13,6 @@ from typing import Any, Self
 from rollmill.tasks.errors import ConfigError, EpisodeError
 from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.rollout.environment import Example, Split
-from rollmill.tasks.rollout.environments.arguments import parse_arguments
 from rollmill.tasks.rollout.environments.endpoint.chat_wire import MODEL, Said, Wire
 from rollmill.tasks.rollout.environments.endpoint.policy_endpoint import PolicyEndpoint
 from rollmill.tasks.rollout.environments.endpoint.requesting_episode import (
@@ -179,14 +178,14 @@ class Verifiers:
                 self.tools = thread.submit(asyncio.run, self._first_tools()).result()
 
     @classmethod
-    def from_config(cls, config: RolloutConfig) -> Self:
-        """Make the environment that `rollout.environment` names, with `rollout.environment_args`.
+    def from_config(cls, config: RolloutConfig, **arguments: Any) -> Self:
+        """Make the environment that `rollout.environment` names, with the library's configuration as its arguments.
 
         Raises:
             ConfigError: the library or the environment is not installed, or an argument is wrong.
         """
-        arguments, states = parse_arguments(config.environment_args), parse_state_columns(config.keep_states)
-        return cls(config.environment.removeprefix(PREFIX), arguments, states)
+        states = parse_state_columns(config.keep_states)
+        return cls(config.environment.name.removeprefix(PREFIX), arguments, states)
 
     def size(self, split: Split) -> int:
         return len(self._tasks[split])
