@@ -90,6 +90,21 @@ def test_weights_that_stayed_old_are_named_at_every_update_that_changes_them(
     assert found == changes
 
 
+def test_a_comparison_in_slices_finds_the_same(worker: Worker) -> None:
+    expected = worker.update()
+    worker.put_in_place(kept=lambda name: "layers.1." in name)
+    comparison = worker.live.compare(worker.model, expected)
+    n_slices = 1
+    while not comparison.advance(1e-9):
+        assert comparison.differing is None
+        n_slices += 1
+    assert n_slices > len(list(worker.model.parameters()))
+    assert comparison.differing == worker.live.find_differing(worker.model, expected)
+    assert comparison.differing == (
+        ("layers.1",) if any("layers.1." in each for each in worker.changed()) else ()
+    )
+
+
 def test_swapped_layers_are_named(worker: Worker) -> None:
     expected = worker.update()
     worker.put_in_place()

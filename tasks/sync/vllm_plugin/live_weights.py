@@ -5,8 +5,10 @@ on the order of the words, so it is the same for separate and for merged matrice
 after each update. Layers whose layout this cannot read, such as quantized ones, are found out with the start model and left out.
 """
 
+import math
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,10 +47,34 @@ class ExpectedSums:
         _add_sum(self.by_layer, name, _select_columns(weight, self.number).to(self.dtype))
 
 
+class Comparison:
+    """A comparison of a model with an update's weights, a slice at a time; the model must not compute during a slice.
+
+    Attributes:
+        differing: names of the layers that differ; None: not known yet.
+    """
+
+    def __init__(self, work: Generator[None, None, tuple[str, ...]]) -> None:
+        self._work = work
+        self.differing: tuple[str, ...] | None = None
+
+    def advance(self, limit_s: float = math.inf) -> bool:
+        """Compare at least one tensor, and others until the end or until `limit_s` are over; return True at the end."""
+        stop = time.perf_counter() + limit_s
+        while self.differing is None:
+            try:
+                next(self._work)
+            except StopIteration as end:
+                self.differing = end.value
+            if time.perf_counter() >= stop:
+                break
+        return self.differing is not None
+
+
 class LiveWeights:
     """Compares the live model of a vLLM worker with the weights that the worker received.
 
-    Call `note_start` before the first update, `begin` or `expect` for an update, and `find_differing` once they are in place.
+    Call `note_start` before the first update, `begin` or `expect` for an update, and `find_differing` or `compare` once they are in place.
 
     Args:
         model_config: vLLM's `ModelConfig`; its model folder has the weights that the server started with.
@@ -88,9 +114,13 @@ class LiveWeights:
 
         Layers that keep their weights next to a packed copy, and whose two differ, are named too.
         """
-        live = sum_live(model, expected.number)
-        changed = (name for name in self._comparable or () if live.get(name) != expected.by_layer.get(name))
-        return tuple(sorted({*changed, *find_stale_kernels(model, expected.number)}))
+        comparison = self.compare(model, expected)
+        comparison.advance()
+        return comparison.differing or ()
+
+    def compare(self, model: nn.Module, expected: ExpectedSums) -> Comparison:
+        """Begin the comparison of `find_differing`, to be made in slices."""
+        return Comparison(_compare(model, expected, self._comparable or set()))
 
     def _compare_start(self) -> None:
         """Find the layers that can be compared: those whose live sums were those of the stored start model."""
@@ -117,33 +147,40 @@ def sum_stored(weights: Weights, dtype: torch.dtype, number: int) -> Sums:
 def sum_live(model: nn.Module, number: int) -> Sums:
     """Sum a vLLM model's weights by layer, as `sum_stored` does; the model must not compute meanwhile."""
     sums: Sums = {}
-    for name, each in _read_live(model, number):
-        _add_sum(sums, name, each)
+    for _ in _read_live(model, number, sums, set()):
+        pass
     return sums
 
 
-def find_stale_kernels(model: nn.Module, number: int) -> tuple[str, ...]:
-    """Return the names of layers that compute with a packed copy that differs from the weights that they keep as well."""
-
-    def is_stale(layer: nn.Module) -> bool:
-        _, weight, _ = find_packed_kernel(layer)
-        if weight is None or not weight.numel():
-            return False
-        return not torch.equal(_read_packed(layer, number), _select_columns(weight, number))
-
-    return tuple(name for name, layer in model.named_modules() if is_stale(layer))
+def _compare(
+    model: nn.Module, expected: ExpectedSums, comparable: set[str]
+) -> Generator[None, None, tuple[str, ...]]:
+    sums: Sums = {}
+    stale: set[str] = set()
+    yield from _read_live(model, expected.number, sums, stale)
+    changed = {name for name in comparable if sums.get(name) != expected.by_layer.get(name)}
+    return tuple(sorted(changed | stale))
 
 
-def _read_live(model: nn.Module, number: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, weights) of a model's parameters, and of those that a layer has only as a packed copy."""
+def _read_live(model: nn.Module, number: int, sums: Sums, stale: set[str]) -> Generator[None]:
+    """Add up a model's weights by layer, and name layers whose packed copy differs from the weights that they keep as well.
+
+    Yields after each tensor.
+    """
     for name, each in model.named_parameters():
         if each.numel():
-            yield name, _select_columns(each, number)
+            _add_sum(sums, name, _select_columns(each, number))
+            yield
     for name, layer in model.named_modules():
         _, weight, _ = find_packed_kernel(layer)
-        # A weight that is kept next to its packed copy was read above; `find_stale_kernels` compares the two.
-        if weight is not None and not weight.numel():
-            yield f"{name}.weight", _read_packed(layer, number)
+        if weight is None:
+            continue
+        packed = _read_packed(layer, number)
+        if not weight.numel():
+            _add_sum(sums, f"{name}.weight", packed)
+        elif not torch.equal(packed, _select_columns(weight, number)):
+            stale.add(name)
+        yield
 
 
 def _read_packed(layer: nn.Module, number: int) -> torch.Tensor:

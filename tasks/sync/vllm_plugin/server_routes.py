@@ -253,6 +253,9 @@ async def _update_weights(
         except Exception as error:
             raise HTTPException(500, f"the old weights serve, not compared: {error_text(error)}") from error
     recorder = Recorder("")
+    if not all(each.is_compared for each in reports):
+        with recording(recorder, lane="weights"), span("loading"):
+            await _compare_copies(engine, request.timeout_s)
     with recording(recorder, lane="weights"), span("switching") as switching:
         compared = await _switch_weights(engine, request.version)
     return _merge_reports([*reports, *compared], switching.duration_s, recorder.take(), request.snapshot)
@@ -305,14 +308,34 @@ async def _collect_reports(
         raise SyncError("; ".join(map(error_text, group_error.exceptions))) from group_error
 
 
-async def _put_in_place(engine: Any, version: str | None = None) -> list[WorkerReport]:
+async def _compare_copies(engine: Any, timeout_s: float) -> None:
+    """Have the workers compare the copies that they have loaded with the weights, a slice between two steps of the live model.
+
+    Raises:
+        HTTPException: a worker failed, or it took longer than `timeout_s`; the old weights serve.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not all(each.is_compared for each in await _put_in_place(engine, compares=True)):
+                pass
+    except Exception as error:
+        await engine.shutdown_weight_transfer_engine()
+        raise HTTPException(500, f"the old weights serve: {error_text(error)}") from error
+
+
+async def _put_in_place(
+    engine: Any, version: str | None = None, *, compares: bool = False
+) -> list[WorkerReport]:
     """Have the workers put the received weights in place, or only compare them in mode verify; returns their reports.
 
-    `version` is the new name of the server's weights; None: it keeps its name.
+    Args:
+        engine: vLLM's client of its engine.
+        version: the new name of the server's weights; None: it keeps its name.
+        compares: have them compare a slice of what is to be put in place.
     """
     async with WorkerReports(_count_workers(engine)) as reports:
         await engine.start_weight_update()
-        info = {"reports": reports.address}
+        info = {"reports": reports.address, "compares": compares}
         await engine.update_weights(UPDATE_REQUEST.find()(update_info=info))
         await engine.finish_weight_update(version)
         return await reports.all()

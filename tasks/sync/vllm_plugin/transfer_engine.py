@@ -23,7 +23,7 @@ from rollmill.tasks.sync.adapters import add_adapters_to
 from rollmill.tasks.sync.base_weights import BaseWeights, measure_place
 from rollmill.tasks.sync.links.link import as_bytes
 from rollmill.tasks.sync.links.shm_link import open_shared
-from rollmill.tasks.sync.vllm_plugin.live_weights import ExpectedSums, LiveWeights
+from rollmill.tasks.sync.vllm_plugin.live_weights import Comparison, ExpectedSums, LiveWeights
 from rollmill.tasks.sync.vllm_plugin.private_vllm import (
     INIT_INFO,
     NOT_COMPILED,
@@ -52,6 +52,8 @@ _UpdateInfo: Any = UPDATE_INFO.find()
 
 Tensors = list[tuple[str, torch.Tensor]]
 
+SLICE_S = 0.03
+"""Seconds of comparing between two steps of the live model, about as long as a step."""
 _SWITCH_INTERVAL_S = 0.0002
 # Read once: a cancelled request may end while the next one runs.
 _USUAL_SWITCH_INTERVAL_S = sys.getswitchinterval()
@@ -97,9 +99,11 @@ class UpdateInfo(_UpdateInfo):
 
     Attributes:
         reports: address of `WorkerReports`, to which the worker sends whether its live model has the weights.
+        compares: compare for SLICE_S the copy that is to replace the live model, and load nothing.
     """
 
     reports: str = ""
+    compares: bool = False
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -152,6 +156,7 @@ class RollmillWeightTransferEngine(_Engine[InitInfo, UpdateInfo]):
         self._weights: Weights = []
         self._base: BaseWeights | None = None
         self._copy: SecondCopy | None = None
+        self._comparison: Comparison | None = None
         self._keeps_copy = False
         self._inbox = WeightInbox(self.parallel_config.rank, self.device)
         self._live_weights = LiveWeights(vllm_config.model_config)
@@ -188,23 +193,27 @@ class RollmillWeightTransferEngine(_Engine[InitInfo, UpdateInfo]):
             RuntimeError: there is no request whose weights are not in place yet.
         """
         request, second, weights = self._request, self._copy, self._weights
-        self._request, self._weights = None, []
         if request is None:
             raise RuntimeError("no request has received weights that could be put in place")
-        sender = ReportSender(update_info.reports)
+        sender, comparison = ReportSender(update_info.reports), self._comparison
+        if update_info.compares:
+            # Kernels of both models use the same scratch memory, so the copy is compared while the live model is idle.
+            sender.send(WorkerReport(is_compared=comparison is None or comparison.advance(SLICE_S)))
+            return
+        self._request, self._weights, self._comparison = None, [], None
         if request.mode == "verify" and second is not None:
             sender.send(WorkerReport(differing=find_differing_kernels(self.model, second.model)))
             # A server in mode keep may need the memory for its caches.
             if not self._keeps_copy:
                 self._copy = None
             return
-        if self._switches(request) and second is not None:
-            # Kernels of both models use the same scratch memory, so the copy is compared while the live model is idle.
-            compared = self._compare_sums(second.model, self._expected)
+        if self._switches(request) and second is not None and comparison is not None:
+            comparison.advance()
             # The exchanged model has the old weights and is loaded with the next ones.
             self._keeps_copy = True
             second.switch()
-            sender.send(compared)
+            differing = comparison.differing or ()
+            sender.send(WorkerReport(differing=differing, uncompared=self._live_weights.uncompared))
             return
         if self._is_streamed(request):
             sender.send(self._load_streamed(request, weights))
@@ -221,7 +230,7 @@ class RollmillWeightTransferEngine(_Engine[InitInfo, UpdateInfo]):
         if self._request is not None:
             # The thread may be loading into it.
             self._copy = None
-        self._request, self._weights = None, []
+        self._request, self._weights, self._comparison = None, [], None
         self._inbox.drop()
         self._inbox = WeightInbox(self.parallel_config.rank, self.device)
 
@@ -313,7 +322,9 @@ class RollmillWeightTransferEngine(_Engine[InitInfo, UpdateInfo]):
             self._expected = expected
             if copy is None:
                 self._weights = self._copy_to_device(weights) if request.mode == "second_copy" else weights
-        return report
+            else:
+                self._comparison = self._live_weights.compare(copy.model, expected)
+        return replace(report, is_compared=copy is None)
 
     def _load_streamed(self, request: WeightUpdateRequest, weights: Weights) -> WorkerReport:
         """Load the live model from weights that arrive, or are merged, meanwhile; returns the worker's report."""

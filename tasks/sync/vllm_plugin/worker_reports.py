@@ -31,6 +31,7 @@ class WorkerReport:
 
     Attributes:
         bytes, received_s, checksums, differing, uncompared, spans: see `WeightUpdateResponse`.
+        is_compared: False while a loaded copy of the model is to be compared with the weights, between steps of the live one.
         error: why it failed; empty on success.
     """
 
@@ -41,6 +42,7 @@ class WorkerReport:
     uncompared: tuple[str, ...] = ()
     error: str = ""
     spans: tuple[Span, ...] = ()
+    is_compared: bool = True
 
 
 class WorkerReports:
