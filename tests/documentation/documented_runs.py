@@ -11,8 +11,8 @@ STORED_RUN = f"{SCENES}/test_stored_run_pages.py"
 RESCORING = f"{SCENES}/test_rescoring_pages.py"
 DISTILLATION = f"{SCENES}/test_distillation_page.py"
 QUICKSTART = f"{SCENES}/test_quickstart_page.py"
-NODES = NO_TEST_YET
-DEPLOYMENTS = NO_TEST_YET
+NODES = f"{SCENES}/test_nodes_page.py"
+DEPLOYMENTS = f"{SCENES}/test_deployments_pages.py"
 IMPROVEMENT = NO_TEST_YET
 TUTORIAL = "tests/flows/test_product.py"
 SECRETS = "tests/deploy/test_compose.py"
@@ -81,7 +81,7 @@ RUN_BY: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """By page, by test file: the commands, as the page has them."""
 
-N_WITHOUT_TEST = 30
+N_WITHOUT_TEST = 11
 """How many commands in fences have no test yet. This number falls."""
 
 NOT_RUN: dict[str, dict[str, tuple[str, ...]]] = {
