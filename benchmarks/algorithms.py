@@ -15,8 +15,8 @@ from pathlib import Path
 import polars as pl
 from matplotlib.figure import Figure
 
-from rollmill.flows.presets import ALGORITHMS
-from rollmill.flows.settings import load
+from rollmill.flows.configuration.presets import ALGORITHMS
+from rollmill.flows.configuration.settings import load
 from rollmill.tasks.store.folders import RunFolder
 from tests.stubs.prefect_server import prefect_server
 
@@ -44,8 +44,8 @@ class Learned:
 def measure(algorithm: str, root: Path, seed: int) -> Learned:
     """Run the quickstart with an algorithm, unless that is done, and read its curves."""
     from rollmill.flows.checks.preflight import preflight
+    from rollmill.flows.configuration.recipe import start_model_folder
     from rollmill.flows.post_train import post_train  # Prefect reads its settings when it is imported
-    from rollmill.flows.recipe import start_model_folder
     from rollmill.flows.run.folder import is_finished
     from rollmill.tasks.look.tables.curves import read_curves
 

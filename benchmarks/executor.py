@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.prefect_integration.artifacts import RunArtifacts
 from rollmill.flows.prefect_integration.progress import RunProgress
 from rollmill.flows.prefect_integration.recording import Recording

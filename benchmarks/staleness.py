@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.tasks.processes.launched_process import free_port
 from rollmill.tasks.rollout.chat_tokenizer import save_character_tokenizer
 from tests.stubs.prefect_server import prefect_server

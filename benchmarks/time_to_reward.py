@@ -18,8 +18,8 @@ from benchmarks.races.case import write_case
 from benchmarks.races.ours import Race, race
 from benchmarks.races.words import Words, save_model
 from benchmarks.suite.process import ROOT
-from rollmill.flows.config import RunConfig
-from rollmill.flows.settings import load
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.settings import load
 from rollmill.tasks.rollout.environment import Environment
 from rollmill.tasks.rollout.environments.addition import Addition
 from tests.stubs.prefect_server import prefect_server

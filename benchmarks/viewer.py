@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.scan import make_rows
-from rollmill.flows.recipe import run_tokenizer
+from rollmill.flows.configuration.recipe import run_tokenizer
 from rollmill.tasks.look.web.app import render_page
 from rollmill.tasks.look.web.grid import ROWS_AT_ONCE
 from rollmill.tasks.look.web.run_data import RunData, TablePage

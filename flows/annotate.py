@@ -10,8 +10,9 @@ from prefect.runtime import deployment
 
 from rollmill.flows.checks.machine_needs import check_store
 from rollmill.flows.checks.teacher_machine import check_teacher_machine
+from rollmill.flows.configuration.forms import AnnotateSettings
+from rollmill.flows.configuration.recipe import run_tokenizer
 from rollmill.flows.failure import one_error
-from rollmill.flows.forms import AnnotateSettings
 from rollmill.flows.offline.teacher import (
     UnannotatedStep,
     check_annotation,
@@ -23,7 +24,6 @@ from rollmill.flows.policies.teacher_servers import check_served_tokenizer, open
 from rollmill.flows.prefect_integration.leftovers import mark_cancelled
 from rollmill.flows.prefect_integration.private_prefect import end_in_order
 from rollmill.flows.prefect_integration.progress import count_progress, quiet_task_runs, say
-from rollmill.flows.recipe import run_tokenizer
 from rollmill.flows.run.folder import RunName, run_folder
 from rollmill.flows.run.rollout_logprobs import READ, ReferenceDeployment
 from rollmill.tasks.serve.vllm_client import VllmClient

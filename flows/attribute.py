@@ -8,7 +8,8 @@ from pathlib import Path
 
 from prefect import flow
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.settings import validate
 from rollmill.flows.failure import one_error
 from rollmill.flows.offline.attribution_table import TOGETHER, TRAFFIC_ALONE, Attribution
 from rollmill.flows.offline.phases import Phase, StepPhases
@@ -22,7 +23,6 @@ from rollmill.flows.offline.stored_step import SampledStep, copy_step
 from rollmill.flows.offline.traffic import synthetic_traffic
 from rollmill.flows.prefect_integration.progress import RunProgress
 from rollmill.flows.run.live_run import open_run
-from rollmill.flows.settings import validate
 from rollmill.flows.start_model import ensure_start_model
 from rollmill.tasks.observe.usage import Usage, UsageMeter
 from rollmill.tasks.store.folders import RunFolder

@@ -7,13 +7,13 @@ from prefect import flow
 from pydantic import Field
 
 from rollmill.flows.checks.preflight import check_machine
+from rollmill.flows.configuration.forms import EvaluateSettings
+from rollmill.flows.configuration.rules import check_config
 from rollmill.flows.failure import one_error
-from rollmill.flows.forms import EvaluateSettings
 from rollmill.flows.policies.fixed_policy import open_fixed_policy
 from rollmill.flows.prefect_integration.leftovers import mark_cancelled
 from rollmill.flows.prefect_integration.private_prefect import end_in_order
 from rollmill.flows.prefect_integration.progress import say
-from rollmill.flows.rules import check_config
 from rollmill.flows.run.folder import LAST_VERSION, RunName, choose_version, run_folder
 from rollmill.flows.run.live_run import Run, open_run
 from rollmill.flows.start_model import ensure_start_model

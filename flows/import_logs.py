@@ -5,8 +5,8 @@ import asyncio
 from prefect import flow
 
 from rollmill.flows.collect import collect_steps
+from rollmill.flows.configuration.forms import CollectSettings
 from rollmill.flows.failure import one_error
-from rollmill.flows.forms import CollectSettings
 from rollmill.flows.offline.log_import import LogImport
 from rollmill.flows.prefect_integration.leftovers import mark_cancelled
 from rollmill.flows.prefect_integration.private_prefect import end_in_order

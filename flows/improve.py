@@ -6,8 +6,8 @@ from typing import Literal
 from prefect import flow
 
 from rollmill.flows.checks.preflight import check_machine
+from rollmill.flows.configuration.forms import RetrainSettings
 from rollmill.flows.failure import one_error
-from rollmill.flows.forms import RetrainSettings
 from rollmill.flows.import_logs import import_logs
 from rollmill.flows.policies.improvement import Cycle, Improvement
 from rollmill.flows.policies.policy_gate import DEFAULT_ALIAS

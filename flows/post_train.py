@@ -11,9 +11,9 @@ from pathlib import Path
 
 from prefect import flow
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.forms import PostTrainSettings
 from rollmill.flows.failure import one_error
-from rollmill.flows.forms import PostTrainSettings
 from rollmill.flows.offline.retrain_sources import check_replay_sources, check_tokenizers
 from rollmill.flows.policies.checkpointing import drop_old_routing
 from rollmill.flows.policies.run_policy import open_policy, restore_policy

@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 from typing_extensions import TypeIs
 
 from rollmill.flows.cli import app
-from rollmill.flows.forms import FORMS, inline_definitions
+from rollmill.flows.configuration.forms import FORMS, inline_definitions
 from rollmill.tasks.config import StageConfig, import_named
 
 PAGE = Path("docs") / "reference" / "settings.md"

@@ -5,6 +5,7 @@ import asyncio
 from prefect import flow
 from rich.console import Console
 
+from rollmill.flows.configuration.settings import validate
 from rollmill.flows.failure import one_error
 from rollmill.flows.offline.replay_comparison import (
     StepComparison,
@@ -14,7 +15,6 @@ from rollmill.flows.offline.replay_comparison import (
 )
 from rollmill.flows.offline.replay_trainer import make_scratch, open_replay_trainer
 from rollmill.flows.prefect_integration.private_prefect import end_in_order
-from rollmill.flows.settings import validate
 from rollmill.flows.start_model import ensure_start_model
 from rollmill.tasks.errors import ReplayError
 from rollmill.tasks.store.folders import RunFolder

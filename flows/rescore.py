@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from prefect import flow
 
 from rollmill.flows.checks.machine_needs import check_store
-from rollmill.flows.config import RescoreConfig
+from rollmill.flows.configuration.config import RescoreConfig
+from rollmill.flows.configuration.forms import RescoreSettings
 from rollmill.flows.failure import one_error
-from rollmill.flows.forms import RescoreSettings
 from rollmill.flows.offline.unscored import UnscoredRows, UnscoredStep, check_rescoring
 from rollmill.flows.prefect_integration.artifacts import show_scores
 from rollmill.flows.prefect_integration.leftovers import mark_cancelled

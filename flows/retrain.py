@@ -5,16 +5,16 @@ from collections.abc import Sequence
 
 from prefect import flow
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.forms import RetrainSettings
+from rollmill.flows.configuration.rules import describe_altered
 from rollmill.flows.failure import one_error
-from rollmill.flows.forms import RetrainSettings
 from rollmill.flows.offline.draws import Draw, GroupPool, store_draw
 from rollmill.flows.offline.retrain_sources import check_offline, check_source_sampling, check_tokenizers
 from rollmill.flows.policies.run_policy import RunPolicy, open_policy, restore_policy
 from rollmill.flows.prefect_integration.leftovers import mark_cancelled
 from rollmill.flows.prefect_integration.private_prefect import end_in_order, release_finished_tasks
 from rollmill.flows.prefect_integration.progress import say
-from rollmill.flows.rules import describe_altered
 from rollmill.flows.run.folder import RunName, run_folder
 from rollmill.flows.run.live_run import Run, TrainingRun, open_offline_run, open_run
 from rollmill.flows.start_model import check_start, ensure_start_model

@@ -14,15 +14,15 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 from rollmill.flows.checks.preflight import check_machine
-from rollmill.flows.config import RunConfig
-from rollmill.flows.environments import (
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.environments import (
     environment_configs,
     group_shares,
     name_environment,
 )
+from rollmill.flows.configuration.recipe import start_model_folder, start_model_recipe
+from rollmill.flows.configuration.rules import check_config, check_sampling
 from rollmill.flows.prefect_integration.progress import count_progress, has_bar, say
-from rollmill.flows.recipe import start_model_folder, start_model_recipe
-from rollmill.flows.rules import check_config, check_sampling
 from rollmill.flows.run.folder import check_resumable, run_folder
 from rollmill.flows.run.trainer_program import run_trainer_program
 from rollmill.tasks.errors import ConfigError

@@ -8,7 +8,7 @@ from pathlib import Path
 from prefect import flow
 from rich.console import Console
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.failure import one_error
 from rollmill.flows.offline.replay_trainer import ReplayTrainer, make_scratch, scratch_variables
 from rollmill.flows.policies.services import open_services

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollmill.flows.config import RescoreConfig, RunConfig
+from rollmill.flows.configuration.config import RescoreConfig, RunConfig
 from rollmill.tasks.config import StageConfig, make_title, setting
 
 

@@ -13,11 +13,11 @@ from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import validate as validate_form
 
 from rollmill.flows.checks.preflight import preflight
-from rollmill.flows.config import RunConfig
-from rollmill.flows.forms import FORMS
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.forms import FORMS
+from rollmill.flows.configuration.presets import merge_settings
+from rollmill.flows.configuration.settings import apply_overrides, load, parse_settings, settings
 from rollmill.flows.post_train import post_train
-from rollmill.flows.presets import merge_settings
-from rollmill.flows.settings import apply_overrides, load, parse_settings, settings
 from rollmill.tasks.config import find_plugins, import_named
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.rollout.environment import ENVIRONMENTS, WITH_ARGUMENTS, make_environment

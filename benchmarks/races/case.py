@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rollmill.flows.config import RunConfig
-from rollmill.flows.recipe import start_model_folder
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.recipe import start_model_folder
 from rollmill.tasks.rollout.environment import Environment, Split
 from rollmill.tasks.rollout.trajectory_requests import example_index
 

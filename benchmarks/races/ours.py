@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import scan
 

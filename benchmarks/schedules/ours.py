@@ -11,7 +11,7 @@ from benchmarks.schedules.latencies import GROUP_SIZE, N_GROUPS, ROLLOUT_SLOTS, 
 from benchmarks.schedules.sleeping import STOPWATCH, SleepingSampler, score_group, score_trajectory
 from benchmarks.schedules.stopwatch import Stopwatch
 from benchmarks.schedules.timeline import Timeline
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.run.live_run import Run, open_run
 from rollmill.flows.step.step_collection import collect_step
 from rollmill.tasks.rollout.chat_tokenizer import save_character_tokenizer

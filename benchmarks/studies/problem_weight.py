@@ -18,8 +18,8 @@ from statistics import fmean
 
 import polars as pl
 
-from rollmill.flows.config import RunConfig
-from rollmill.flows.settings import load
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.settings import load
 from rollmill.tasks.rollout.environment import make_environment
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import scan

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from rollmill.flows.config import AnnotateConfig, RunConfig
-from rollmill.flows.settings import HIDDEN
+from rollmill.flows.configuration.config import AnnotateConfig, RunConfig
+from rollmill.flows.configuration.settings import HIDDEN
 from rollmill.tasks.errors import ConfigError, RequestError, TransientRequestError
 from rollmill.tasks.serve.config import ServeConfig
 from rollmill.tasks.serve.http_connection import TRANSIENT_STATUSES, HttpConnection

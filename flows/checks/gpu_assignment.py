@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.tasks.processes.gpus import GpuAssignment, assign_gpus, list_visible_gpus
 from rollmill.tasks.serve.vllm_launch import gpus_per_server, is_cpu_build
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rollmill.flows.config import RunConfig
-from rollmill.flows.recipe import start_model_folder
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.recipe import start_model_folder
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.processes.gpus import VISIBLE, GpuAssignment, GpuState
 from rollmill.tasks.train.engine.memory_plan import GIB, ModelSizes, plan_memory

@@ -7,7 +7,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.tasks.config import check_extra
 from rollmill.tasks.errors import MAX_VALUE_CHARACTERS, ConfigError
 from rollmill.tasks.serve.vllm_launch import check_guarded, check_python, is_cpu_build

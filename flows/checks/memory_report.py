@@ -6,8 +6,8 @@ from dataclasses import fields
 
 from rollmill.flows.checks.gpu_assignment import assign_run_gpus
 from rollmill.flows.checks.gpu_memory import find_excess
-from rollmill.flows.config import RunConfig
-from rollmill.flows.recipe import start_model_folder
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.recipe import start_model_folder
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.processes.gpus import GpuState, read_gpus
 from rollmill.tasks.serve.vllm_launch import gpus_per_server

@@ -24,15 +24,15 @@ from rollmill.flows.checks.machine_needs import (
     check_trainer,
     check_vllm,
 )
-from rollmill.flows.config import RunConfig
-from rollmill.flows.environments import (
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.environments import (
     environment_configs,
     group_shares,
     name_environment,
 )
-from rollmill.flows.executor_config import ExecutorConfig
-from rollmill.flows.recipe import download_model, start_model_folder
-from rollmill.flows.rules import check_sampling
+from rollmill.flows.configuration.executor_config import ExecutorConfig
+from rollmill.flows.configuration.recipe import download_model, start_model_folder
+from rollmill.flows.configuration.rules import check_sampling
 from rollmill.tasks.config import check_extra, find_plugins, suggest
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.problem_weights import check_problem_weight

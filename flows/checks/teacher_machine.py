@@ -6,7 +6,7 @@ from rollmill.flows.checks.attached import check_teacher_servers
 from rollmill.flows.checks.gpu_assignment import assign_run_gpus
 from rollmill.flows.checks.gpu_memory import check_gpus
 from rollmill.flows.checks.machine_needs import check_vllm
-from rollmill.flows.config import AnnotateConfig, RunConfig
+from rollmill.flows.configuration.config import AnnotateConfig, RunConfig
 from rollmill.tasks.processes.gpus import read_gpus
 from rollmill.tasks.store.model_folders import model_folder
 

@@ -9,8 +9,8 @@ from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 
-from rollmill.flows.config import RunConfig
-from rollmill.flows.forms import POST_TRAIN
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.forms import POST_TRAIN
 from rollmill.flows.prefect_integration.links import flow_run_page, ui_url
 from rollmill.flows.prefect_integration.work_pools import missing_worker
 from rollmill.flows.run.folder import check_movable, check_resumable, is_finished, move_aside, run_folder

@@ -23,7 +23,7 @@ from prefect.logging import disable_run_logger
 
 from rollmill.flows.checks.gpu_assignment import assign_run_gpus
 from rollmill.flows.checks.machine_checks import MAKE_ENVIRONMENTS, CheckResult, check_machine_parts
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.failure import one_error
 from rollmill.flows.policies.services import ServerService, TrainerService, create_servers, start_services
 from rollmill.flows.run.trainer_program import run_trainer_program

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import typer
 
 from rollmill.flows.checks.machine_needs import check_address, check_port, check_trainer, check_vllm
-from rollmill.flows.config import RunConfig
-from rollmill.flows.recipe import start_model_folder
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.recipe import start_model_folder
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.processes.gpus import GpuAssignment, assign_gpus, list_visible_gpus
 from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port

@@ -150,7 +150,7 @@ def show(
     """Show one trajectory: its outcome, the conversation, its tokens."""
     from dataclasses import asdict
 
-    from rollmill.flows.recipe import run_tokenizer
+    from rollmill.flows.configuration.recipe import run_tokenizer
     from rollmill.tasks.errors import ConfigError
     from rollmill.tasks.look.tables.trajectory_record import find_trajectory
     from rollmill.tasks.look.terminal.output import open_console, print_json
@@ -199,7 +199,7 @@ def view(
     ] = 2.0,
 ) -> None:
     """Open a local web page of a run: curves, tables, trajectories by token, comparisons; further runs are shown beside it."""
-    from rollmill.flows.recipe import run_tokenizer
+    from rollmill.flows.configuration.recipe import run_tokenizer
     from rollmill.tasks.look.web.app import serve_viewer
     from rollmill.tasks.store.run.run_search import find_run
 

@@ -8,7 +8,16 @@ import typer
 
 from rollmill.flows.checks.preflight import preflight
 from rollmill.flows.commands.flow_process import run_flow
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.recipe import start_model_folder
+from rollmill.flows.configuration.rules import list_warnings
+from rollmill.flows.configuration.settings import (
+    SETTINGS_BY_STEP,
+    apply_overrides,
+    find_fixed_settings,
+    name_override,
+    validate,
+)
 from rollmill.flows.offline.retrain_sources import (
     check_offline,
     check_replay_sources,
@@ -16,16 +25,7 @@ from rollmill.flows.offline.retrain_sources import (
     check_tokenizers,
     find_source_steps,
 )
-from rollmill.flows.recipe import start_model_folder
-from rollmill.flows.rules import list_warnings
 from rollmill.flows.run.folder import check_movable, check_resumable, is_finished, move_aside, run_folder
-from rollmill.flows.settings import (
-    SETTINGS_BY_STEP,
-    apply_overrides,
-    find_fixed_settings,
-    name_override,
-    validate,
-)
 from rollmill.tasks.errors import ConfigError, RunMismatchError
 from rollmill.tasks.observe.spans import span
 from rollmill.tasks.observe.step_clock import record_command

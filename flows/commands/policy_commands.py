@@ -136,8 +136,8 @@ def improve(
     The same command resumes a killed one, and adds what is new in the logs: it can run on a schedule.
     """
     from rollmill.flows.commands.policy_moves import improve_here
+    from rollmill.flows.configuration.settings import load
     from rollmill.flows.policies.policy_gate import PolicyGate
-    from rollmill.flows.settings import load
 
     config = load(preset, tuple(overrides or ()))
     compared = PolicyGate("", to, "", margin, error_rate, min_reward)

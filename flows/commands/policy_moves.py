@@ -9,7 +9,7 @@ import typer
 
 from rollmill.flows.checks.preflight import preflight
 from rollmill.flows.commands.flow_process import run_flow
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.policies.policy_gate import PolicyGate
 from rollmill.flows.policies.promotion import find_passed_gate, promote_policy, roll_back, send_webhook
 from rollmill.tasks.errors import ConfigError, GateError

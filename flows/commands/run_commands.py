@@ -31,10 +31,10 @@ def run(
     ] = "",
 ) -> None:
     """Run the flow post-train here or by a deployment; resumes an unfinished run of the same name."""
-    from rollmill.flows.settings import load
+    from rollmill.flows.configuration.settings import load
 
     config = load(preset, tuple(overrides or ()))
-    from rollmill.flows.presets import preset_name, preset_task
+    from rollmill.flows.configuration.presets import preset_name, preset_task
 
     name = name or preset_name(preset)
     if deployment or deployed_as:
@@ -63,11 +63,11 @@ def collect(
     redo_failed: RedoFailed = False,
 ) -> None:
     """Run the flow collect here: rollouts and scores by the start model, for rescore and retrain; trains nothing."""
-    from rollmill.flows.settings import load
+    from rollmill.flows.configuration.settings import load
 
     config = load(preset, tuple(overrides or ()))
     from rollmill.flows.commands.new_runs import collect_here
-    from rollmill.flows.presets import preset_name
+    from rollmill.flows.configuration.presets import preset_name
 
     collect_here(config, name or f"{preset_name(preset)}-collected", again=again, redo_failed=redo_failed)
 
@@ -89,11 +89,11 @@ def import_logs(
     overrides: Overrides = None,
 ) -> None:
     """Store conversations that another system logged as rollouts of a run, and score them; run it again to add new ones."""
-    from rollmill.flows.settings import load
+    from rollmill.flows.configuration.settings import load
 
     config = load(preset, tuple(overrides or ()))
     from rollmill.flows.commands.new_runs import import_here
-    from rollmill.flows.presets import preset_name
+    from rollmill.flows.configuration.presets import preset_name
 
     import_here(config, name or f"{preset_name(preset)}-imported", files)
 
@@ -141,7 +141,7 @@ def settings() -> None:
     """List every setting with its default and meaning."""
     from textwrap import fill
 
-    from rollmill.flows.settings import describe
+    from rollmill.flows.configuration.settings import describe
     from rollmill.tasks.look.terminal.output import open_console, terminal_width
 
     width = terminal_width(open_console())
@@ -166,7 +166,7 @@ def memory(
 ) -> None:
     """Compute the memory of a trainer rank and of a server, and say what to change if a GPU has less (docs/lab/scale.md)."""
     from rollmill.flows.checks.memory_report import memory_lines
-    from rollmill.flows.settings import load
+    from rollmill.flows.configuration.settings import load
 
     for line in memory_lines(load(preset, tuple(overrides or ())), gpu):
         typer.echo(line)

@@ -92,7 +92,7 @@ def trainer(
 ) -> None:
     """Run a trainer, or one machine's ranks of it, in the foreground, for flows to attach to."""
     from rollmill.flows.commands.foreground import trainer_here
-    from rollmill.flows.settings import load
+    from rollmill.flows.configuration.settings import load
     from rollmill.tasks.train.service.launch import Nodes
 
     trainer_here(load(preset, tuple(overrides or ())), Nodes(nodes, node, rendezvous), host, port)
@@ -107,6 +107,6 @@ def vllm(
 ) -> None:
     """Run a vLLM server in the foreground, for flows to attach to."""
     from rollmill.flows.commands.foreground import vllm_here
-    from rollmill.flows.settings import load
+    from rollmill.flows.configuration.settings import load
 
     vllm_here(load(preset, tuple(overrides or ())), host, port)

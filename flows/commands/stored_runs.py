@@ -14,15 +14,9 @@ from rollmill.flows.checks.machine_needs import check_trainer
 from rollmill.flows.checks.preflight import preflight
 from rollmill.flows.checks.teacher_machine import check_teacher_machine
 from rollmill.flows.commands.flow_process import NOT_COMPARED, UNCHANGED, run_flow
-from rollmill.flows.config import AnnotateConfig, RescoreConfig, RunConfig
-from rollmill.flows.offline.attribution_table import Attribution, attribution_page
-from rollmill.flows.offline.replay_comparison import choose_versions
-from rollmill.flows.offline.stored_step import check_step
-from rollmill.flows.offline.teacher import check_annotation, is_annotated
-from rollmill.flows.offline.unscored import check_rescoring, is_rescored
-from rollmill.flows.presets import preset_name, preset_values
-from rollmill.flows.run.folder import LAST_VERSION, choose_version, run_folder
-from rollmill.flows.settings import (
+from rollmill.flows.configuration.config import AnnotateConfig, RescoreConfig, RunConfig
+from rollmill.flows.configuration.presets import preset_name, preset_values
+from rollmill.flows.configuration.settings import (
     apply_overrides,
     find_fixed_settings,
     name_override,
@@ -30,6 +24,12 @@ from rollmill.flows.settings import (
     parse_value,
     validate,
 )
+from rollmill.flows.offline.attribution_table import Attribution, attribution_page
+from rollmill.flows.offline.replay_comparison import choose_versions
+from rollmill.flows.offline.stored_step import check_step
+from rollmill.flows.offline.teacher import check_annotation, is_annotated
+from rollmill.flows.offline.unscored import check_rescoring, is_rescored
+from rollmill.flows.run.folder import LAST_VERSION, choose_version, run_folder
 from rollmill.tasks.errors import ConfigError, StoreError
 from rollmill.tasks.look.tables.scores import read_score_totals
 from rollmill.tasks.look.terminal.output import open_console, print_json

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from rollmill.flows.config import RescoreConfig, RunConfig
+from rollmill.flows.configuration.config import RescoreConfig, RunConfig
+from rollmill.flows.configuration.presets import are_algorithms, merge_settings, preset_values
+from rollmill.flows.configuration.settings import apply_overrides, name_override, parse_value, validate
 from rollmill.flows.offline.unscored import REWARD_COLUMNS, check_rescoring, is_rescored
-from rollmill.flows.presets import are_algorithms, merge_settings, preset_values
 from rollmill.flows.run.folder import choose_version, is_finished, run_folder
-from rollmill.flows.settings import apply_overrides, name_override, parse_value, validate
 from rollmill.tasks.errors import ConfigError, RunMismatchError
 from rollmill.tasks.look.comparisons.paired_evaluations import is_complete
 from rollmill.tasks.score.config import ScoreConfig

@@ -9,7 +9,7 @@ from itertools import groupby
 from statistics import fmean
 from typing import Self
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.offline.retrain_sources import check_teacher_rows, find_source_steps
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.run_frames import RunFrames

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.run.live_run import Run
 from rollmill.tasks.errors import ConfigError, EpisodeError, StoreError
 from rollmill.tasks.rollout.chat_logs.logged_conversation import LoggedConversation, drop_duplicates

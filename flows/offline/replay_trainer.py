@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.settings import SETTINGS_BY_STEP
 from rollmill.flows.policies.services import open_services
 from rollmill.flows.policies.trainer_state import load_policy
-from rollmill.flows.settings import SETTINGS_BY_STEP
 from rollmill.tasks.serve.policy_version import PolicyVersion
 from rollmill.tasks.store.folders import SCRATCH_ENV, RunFolder
 from rollmill.tasks.store.run.manifest import Manifest

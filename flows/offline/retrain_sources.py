@@ -4,10 +4,10 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from rollmill.flows.config import RunConfig
-from rollmill.flows.environments import environment_configs
-from rollmill.flows.recipe import start_model_folder, stored_model_folder
-from rollmill.flows.rules import check_correction
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.environments import environment_configs
+from rollmill.flows.configuration.recipe import start_model_folder, stored_model_folder
+from rollmill.flows.configuration.rules import check_correction
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.run_frames import RunFrames
 from rollmill.tasks.look.tables.stored_groups import read_stored_groups

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.trajectory_table import check_has_rollouts
 from rollmill.tasks.score.stored_scores import read_group_sizes

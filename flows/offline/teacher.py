@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollmill.flows.checks.preflight import check_architecture, check_rope
-from rollmill.flows.config import AnnotateConfig
+from rollmill.flows.configuration.config import AnnotateConfig
+from rollmill.flows.configuration.recipe import download_model, stored_model_folder
 from rollmill.flows.offline.retrain_sources import read_vocabulary
 from rollmill.flows.offline.unscored import find_groups
-from rollmill.flows.recipe import download_model, stored_model_folder
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.score.scoring import select_scorable
 from rollmill.tasks.store.checkpoints.checkpoint_marker import describe_file

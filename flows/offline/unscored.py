@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from rollmill.flows.config import RescoreConfig
+from rollmill.flows.configuration.config import RescoreConfig
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.run_frames import RunFrames
 from rollmill.tasks.score.scoring import Scoring

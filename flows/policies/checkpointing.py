@@ -2,7 +2,7 @@
 
 import asyncio
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.run.live_run import Run, TrainingRun
 from rollmill.flows.step.report import store_metrics
 from rollmill.tasks.errors import RollmillError

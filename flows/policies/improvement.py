@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.settings import validate
 from rollmill.flows.run.folder import is_finished, run_folder
-from rollmill.flows.settings import validate
 from rollmill.tasks.score.terms import resolve_terms
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import MANIFEST, RunFolder, policy_key

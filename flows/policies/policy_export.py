@@ -4,10 +4,10 @@ import asyncio
 import tempfile
 from pathlib import Path
 
-from rollmill.flows.config import RunConfig
-from rollmill.flows.recipe import start_model_folder
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.recipe import start_model_folder
+from rollmill.flows.configuration.settings import validate
 from rollmill.flows.run.trainer_program import run_trainer_program
-from rollmill.flows.settings import validate
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.store.checkpoints.checkpoint_store import copy_checkpoint
 from rollmill.tasks.store.folders import RunFolder, checkpoint_key

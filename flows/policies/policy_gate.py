@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.settings import validate
 from rollmill.flows.run.folder import run_folder
-from rollmill.flows.settings import validate
 from rollmill.tasks.errors import ConfigError, StoreError
 from rollmill.tasks.look.comparisons.paired_evaluations import (
     digest_evaluation,

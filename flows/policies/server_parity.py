@@ -10,8 +10,8 @@ from typing import Generic, Self, TypeVar
 import numpy as np
 import polars as pl
 
-from rollmill.flows.config import RunConfig
-from rollmill.flows.environments import list_altered
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.environments import list_altered
 from rollmill.flows.policies.sync_report import DIFFERENCE_HIGH, DIFFERENCE_MEAN
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.run.live_run import Run

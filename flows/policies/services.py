@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rollmill.flows.checks.gpu_assignment import assign_run_gpus
-from rollmill.flows.config import RunConfig
-from rollmill.flows.environments import environment_configs
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.environments import environment_configs
+from rollmill.flows.configuration.settings import SETTINGS_BY_STEP, settings
 from rollmill.flows.prefect_integration.progress import say
-from rollmill.flows.settings import SETTINGS_BY_STEP, settings
 from rollmill.tasks.errors import ConfigError, ServiceDiedError, ServiceStartError
 from rollmill.tasks.observe.spans import span, within
 from rollmill.tasks.processes.gpus import GpuAssignment

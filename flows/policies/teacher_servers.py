@@ -9,7 +9,7 @@ import numpy as np
 
 from rollmill.flows.checks.gpu_assignment import assign_run_gpus
 from rollmill.flows.checks.teacher_machine import teacher_server_settings
-from rollmill.flows.config import AnnotateConfig
+from rollmill.flows.configuration.config import AnnotateConfig
 from rollmill.flows.policies.services import create_servers, start_services
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.tasks.errors import ConfigError, ServiceDiedError

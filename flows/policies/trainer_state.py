@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rollmill.flows.configuration.settings import SETTINGS_BY_STEP
 from rollmill.flows.policies.checkpointing import other_ranks
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.run.live_run import TrainingRun
 from rollmill.flows.run.submission import Submission
-from rollmill.flows.settings import SETTINGS_BY_STEP
 from rollmill.tasks.serve.policy_version import PolicyVersion
 from rollmill.tasks.store.folders import RunFolder, checkpoint_key
 from rollmill.tasks.store.run.resume import find_resume_point

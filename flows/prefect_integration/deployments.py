@@ -10,10 +10,10 @@ from typing import Any
 import typer
 import yaml
 
-from rollmill.flows.config import AnnotateConfig, RescoreConfig
-from rollmill.flows.forms import FORMS
-from rollmill.flows.presets import PRESETS
-from rollmill.flows.settings import load
+from rollmill.flows.configuration.config import AnnotateConfig, RescoreConfig
+from rollmill.flows.configuration.forms import FORMS
+from rollmill.flows.configuration.presets import PRESETS
+from rollmill.flows.configuration.settings import load
 from rollmill.tasks.config import StageConfig
 from rollmill.tasks.errors import ConfigError, ServiceError
 from rollmill.tasks.processes.python_child import child_environment, python_command

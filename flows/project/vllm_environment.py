@@ -9,7 +9,7 @@ from importlib.metadata import Distribution, distribution
 from json import loads
 from pathlib import Path
 
-from rollmill.flows.presets import BUILT_IN
+from rollmill.flows.configuration.presets import BUILT_IN
 from rollmill.flows.project.uv_install import find_uv, has_gpu, install, run_uv
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.serve.config import ServeConfig

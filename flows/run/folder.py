@@ -5,8 +5,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rollmill.flows.config import AnnotateConfig, RescoreConfig, RunConfig
-from rollmill.flows.settings import find_fixed_settings
+from rollmill.flows.configuration.config import AnnotateConfig, RescoreConfig, RunConfig
+from rollmill.flows.configuration.settings import find_fixed_settings
 from rollmill.tasks.errors import ConfigError, RunFinishedError
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.run.immutable_settings import check_immutable

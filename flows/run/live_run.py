@@ -10,14 +10,15 @@ from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from rollmill.flows.config import RunConfig
-from rollmill.flows.environments import group_shares, list_altered
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.environments import group_shares, list_altered
+from rollmill.flows.configuration.rules import describe_altered
+from rollmill.flows.configuration.settings import SETTINGS_BY_STEP, UNREAD_BY_COLLECT, find_fixed_settings
 from rollmill.flows.prefect_integration.artifacts import RunArtifacts
 from rollmill.flows.prefect_integration.leftovers import mark_leftovers
 from rollmill.flows.prefect_integration.progress import RunProgress, quiet_task_runs, say
 from rollmill.flows.prefect_integration.recording import Recording
 from rollmill.flows.prefect_integration.task_runs import TaskRunRecorder, choose_task_runs
-from rollmill.flows.rules import describe_altered
 from rollmill.flows.run.executor.group_work import Executor
 from rollmill.flows.run.executor.local_executor import LocalExecutor
 from rollmill.flows.run.executor.ray_executor import SharedRun, count_slots, open_ray_executor
@@ -29,7 +30,6 @@ from rollmill.flows.run.rollout_logprobs import LogprobRecomputation, ReferenceD
 from rollmill.flows.run.run_environment import RunEnvironment, open_environments
 from rollmill.flows.run.run_sinks import open_sinks, open_span_sink
 from rollmill.flows.run.vitals import Vitals
-from rollmill.flows.settings import SETTINGS_BY_STEP, UNREAD_BY_COLLECT, find_fixed_settings
 from rollmill.tasks.observe.process_memory import keep_for_good
 from rollmill.tasks.observe.sinks.sink_client import SinkClient
 from rollmill.tasks.observe.spans import OpenSpan, current_lane, span

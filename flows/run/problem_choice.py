@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.run.run_environment import RunEnvironment
 from rollmill.tasks.look.tables.problem_weights import weigh_problems
 from rollmill.tasks.rollout.trajectory_requests import example_index

@@ -8,7 +8,7 @@ from threading import Lock
 import numpy as np
 import polars as pl
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.tasks.errors import ShardError
 from rollmill.tasks.look.tables.stored_groups import choose_groups, read_stored_groups
 from rollmill.tasks.score.config import ScoreConfig

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.tasks.errors import ConfigError, RequestError, RollmillError
 from rollmill.tasks.observe.metrics import Metric

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from rollmill.flows.config import RunConfig
-from rollmill.flows.environments import environment_configs, group_shares, name_environment
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.environments import environment_configs, group_shares, name_environment
 from rollmill.tasks.observe.metrics import ALL, Metric
 from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
 from rollmill.tasks.rollout.completions import PoolSampler

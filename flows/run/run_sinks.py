@@ -9,7 +9,7 @@ from typing import Any
 
 import polars as pl
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.tasks.look.tables.run_tables import read_held_out, read_held_out_by_env
 from rollmill.tasks.observe.config import ObserveConfig

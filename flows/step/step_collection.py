@@ -18,7 +18,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 from prefect.runtime import task_run
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.failure import one_error
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.prefect_integration.task_runs import RecordedWork

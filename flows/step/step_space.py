@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.run.live_run import TrainingRun
 from rollmill.tasks.store.free_space import DiskSpaceGuard
 from rollmill.tasks.train.config import TrainConfig

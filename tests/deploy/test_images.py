@@ -12,7 +12,7 @@ import pytest
 import yaml
 from manifests import KUBERNETES, ROOT, compose, dockerfile, entrypoint, manifest
 
-from rollmill.flows.settings import load
+from rollmill.flows.configuration.settings import load
 from rollmill.tasks.serve import vllm_launch
 from tests.stubs.prefect_cluster import settings_of
 

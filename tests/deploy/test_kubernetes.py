@@ -14,7 +14,7 @@ from manifests import KUBERNETES, check_manifest, compose, manifest, manifests, 
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.objects import FlowRun
 
-from rollmill.flows.settings import load
+from rollmill.flows.configuration.settings import load
 
 PORT_OF_TRAINER = 8700
 

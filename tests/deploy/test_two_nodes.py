@@ -15,8 +15,8 @@ import yaml
 from manifests import KUBERNETES, ROOT, check_manifest, manifest
 
 from rollmill.flows.cli import app
-from rollmill.flows.config import RunConfig
-from rollmill.flows.settings import load
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.settings import load
 from rollmill.tasks.serve.vllm_launch import check_guarded
 from rollmill.tasks.train.service.launch import Nodes
 

@@ -17,9 +17,9 @@ from typer._click.exceptions import BadOptionUsage, MissingParameter
 from typer.core import TyperGroup
 
 from rollmill.flows.cli import app
-from rollmill.flows.config import RunConfig
-from rollmill.flows.presets import preset_values
-from rollmill.flows.settings import apply_overrides, parse_settings
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.presets import preset_values
+from rollmill.flows.configuration.settings import apply_overrides, parse_settings
 from tests.documentation.page_commands import COMMANDS, PAGES, PROGRAMS, ROOT, Command, fences
 
 # A bash fence is a script; tests/deploy/test_two_nodes.py runs the one that there is.

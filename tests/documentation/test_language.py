@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.flows.settings import describe
+from rollmill.flows.configuration.settings import describe
 
 ROOT = Path(__file__).parents[2]
 GENERATED = {"settings.md"}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rollmill.flows.config import RunConfig
-from rollmill.flows.settings import parse_settings, settings
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.settings import parse_settings, settings
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")] + sorted(

@@ -7,9 +7,9 @@ import pytest
 import typer
 
 from rollmill.flows.cli import app
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.settings import apply_overrides, get_setting, parse_settings, settings
 from rollmill.flows.reference import list_deployed_flows
-from rollmill.flows.settings import apply_overrides, get_setting, parse_settings, settings
 from rollmill.tasks.config import StageConfig
 from rollmill.tasks.errors import ConfigError
 

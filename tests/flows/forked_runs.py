@@ -10,8 +10,8 @@ from pathlib import Path
 import rollmill.flows.collect
 import rollmill.flows.post_train  # noqa: F401 - as well
 from rollmill.flows.commands.new_runs import collect_here, run_here
-from rollmill.flows.config import RunConfig
-from rollmill.flows.settings import apply_overrides, validate
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.settings import apply_overrides, validate
 
 
 def main() -> None:

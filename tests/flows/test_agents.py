@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 from recording_vllm import NAME, make_recording_python
 
-from rollmill.flows.presets import PRESETS
+from rollmill.flows.configuration.presets import PRESETS
 from rollmill.tasks.serve.policy_version import PolicyVersion
 
 pytestmark = [pytest.mark.service, pytest.mark.slow]

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from rollmill.flows.checks import attached as attached_services
 from rollmill.flows.checks.attached import check_attached
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.processes.launched_process import free_port
 from tests.stubs.toy_settings import validate_toy

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.tasks.score.group_outcomes import batch_rows, compute_batch_advantages
 from rollmill.tasks.score.stored_scores import recompute_advantages
 from rollmill.tasks.store.filesystem import open_files

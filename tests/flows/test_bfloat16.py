@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollmill.flows.settings import load
+from rollmill.flows.configuration.settings import load
 from rollmill.tasks.look.tables.run_tables import read_held_out
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import read

@@ -13,7 +13,7 @@ from flow_processes import DEADLINE_S, Runs
 from typer.testing import CliRunner
 
 from rollmill.flows.cli import app
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.offline.draws import GroupPool
 from rollmill.flows.prefect_integration.prefect_api import QUIET_TERMINAL, SHORT_RETRIES
 from rollmill.flows.run.folder import check_resumable

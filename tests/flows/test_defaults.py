@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.flows.config import RunConfig
-from rollmill.flows.settings import apply_overrides, settings, validate
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.settings import apply_overrides, settings, validate
 from rollmill.tasks.config import choose_dtype
 from rollmill.tasks.errors import ConfigError
 
@@ -55,7 +55,7 @@ def test_no_default_is_one_that_only_a_toy_survives() -> None:
 
 
 def test_settings_stay_few_enough_to_read() -> None:
-    """What nobody changes is a constant: see CONSTANTS in flows/config.py."""
+    """What nobody changes is a constant: see CONSTANTS in flows/configuration/config.py."""
     assert len(settings()) <= 195
 
 

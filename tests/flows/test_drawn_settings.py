@@ -18,9 +18,9 @@ from pydantic.fields import FieldInfo
 from rollmill.flows import cli
 from rollmill.flows.checks import attached, preflight
 from rollmill.flows.commands.stored_runs import evaluate_config, rescore_config, retrain_config
-from rollmill.flows.config import RunConfig
-from rollmill.flows.presets import merge_settings, preset_values
-from rollmill.flows.settings import load, validate
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.presets import merge_settings, preset_values
+from rollmill.flows.configuration.settings import load, validate
 from rollmill.tasks.config import StageConfig
 from rollmill.tasks.errors import RollmillError
 from rollmill.tasks.store.config import StoreConfig

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.offline.draws import GroupPool, store_draw
 from rollmill.flows.offline.retrain_sources import check_tokenizers, find_source_steps
 from rollmill.tasks.errors import ConfigError

@@ -14,14 +14,14 @@ from prefect.logging import disable_run_logger
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import validate as validate_form
 
-from rollmill.flows.environments import environment_configs, group_shares, list_altered
-from rollmill.flows.forms import FORMS
+from rollmill.flows.configuration.environments import environment_configs, group_shares, list_altered
+from rollmill.flows.configuration.forms import FORMS
+from rollmill.flows.configuration.recipe import start_model_folder, stored_model_folder
+from rollmill.flows.configuration.rules import check_sampling
+from rollmill.flows.configuration.settings import apply_overrides, load, validate
 from rollmill.flows.post_train import post_train
-from rollmill.flows.recipe import start_model_folder, stored_model_folder
-from rollmill.flows.rules import check_sampling
 from rollmill.flows.run.live_run import Run
 from rollmill.flows.run.run_sinks import evaluation_points
-from rollmill.flows.settings import apply_overrides, load, validate
 from rollmill.flows.step.held_out import evaluate_prompts, is_evaluated, plan_held_out
 from rollmill.flows.step.lost_trajectories import FailureWatch
 from rollmill.flows.step.report import _measure

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from rollmill.flows.checks.preflight import preflight
+from rollmill.flows.configuration.settings import load
 from rollmill.flows.run.executor.actor_messages import ROLLOUT_COLUMNS, SCORE_COLUMNS
 from rollmill.flows.run.executor.group_actor import FollowingPool, Happenings
 from rollmill.flows.run.executor.ray_executor import count_slots
-from rollmill.flows.settings import load
 from rollmill.tasks.errors import ConfigError, ConnectionLostError, TransientRequestError
 from rollmill.tasks.serve.server_pool import ServerChange
 from rollmill.tasks.store.schemas import dataset_schema

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from rollmill.flows.configuration.settings import describe, load, settings
 from rollmill.flows.run.folder import check_movable, check_resumable, is_finished, move_aside, run_folder
-from rollmill.flows.settings import describe, load, settings
 from rollmill.tasks.errors import ConfigError, RunFinishedError, RunMismatchError
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import RunFolder

@@ -10,13 +10,13 @@ from prefect.utilities.schema_tools.validation import validate
 
 from rollmill.flows.annotate import annotate
 from rollmill.flows.collect import collect
-from rollmill.flows.config import AnnotateConfig, RescoreConfig, RunConfig
+from rollmill.flows.configuration.config import AnnotateConfig, RescoreConfig, RunConfig
+from rollmill.flows.configuration.forms import FORMS, merge_advanced
+from rollmill.flows.configuration.settings import load, settings
 from rollmill.flows.evaluate import evaluate
-from rollmill.flows.forms import FORMS, merge_advanced
 from rollmill.flows.post_train import post_train
 from rollmill.flows.rescore import rescore
 from rollmill.flows.retrain import retrain
-from rollmill.flows.settings import load, settings
 
 FLOWS: list[Flow[..., Any]] = [post_train, collect, evaluate, retrain, rescore, annotate]
 CONFIGS = {rescore: RescoreConfig, annotate: AnnotateConfig}

@@ -8,7 +8,7 @@ import pytest
 
 from rollmill.flows.checks.gpu_memory import check_gpus, find_excess, plan_needs
 from rollmill.flows.checks.memory_report import imagine_gpus
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.processes.gpus import GpuAssignment, list_visible_gpus, read_gpus
 from rollmill.tasks.train.engine.memory_plan import MODELS

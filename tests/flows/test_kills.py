@@ -21,7 +21,7 @@ import pytest
 from flow_processes import DEADLINE_S, Runs
 
 from rollmill.flows.commands.new_runs import prepare_fork
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.prefect_integration.prefect_api import QUIET_TERMINAL, SHORT_RETRIES
 from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
 from rollmill.tasks.rollout.completions import turn_seed

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.flows.recipe import start_model_folder
+from rollmill.flows.configuration.recipe import start_model_folder
 from rollmill.tasks.rollout.chat_tokenizer import save_character_tokenizer
 from rollmill.tasks.store.model_folders import is_hub_name
 from tests.stubs.hub_server import serve_hub
@@ -14,7 +14,7 @@ from tests.stubs.toy_settings import toy_config
 
 NAME = "Some-Org/tiny-model.1"
 DOWNLOAD = f"""\
-from rollmill.flows.recipe import download_model
+from rollmill.flows.configuration.recipe import download_model
 from rollmill.tasks.errors import ConfigError
 try:
     download_model("model", "{NAME}")

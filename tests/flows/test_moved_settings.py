@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rollmill.flows.config import CONSTANTS, FOREIGN, GONE, RENAMED, RescoreConfig, RunConfig
-from rollmill.flows.settings import load, settings, validate
+from rollmill.flows.configuration.config import CONSTANTS, FOREIGN, GONE, RENAMED, RescoreConfig, RunConfig
+from rollmill.flows.configuration.settings import load, settings, validate
 from rollmill.tasks.errors import ConfigError
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from rollmill.flows.configuration.settings import load
 from rollmill.flows.prefect_integration.deployments import FILE, render_deployments
 from rollmill.flows.project.new_files import import_path, write_code, write_project
-from rollmill.flows.settings import load
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.rollout.environment import make_environment
 from rollmill.tasks.score.terms import resolve_terms

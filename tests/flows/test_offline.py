@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rollmill.flows.commands.stored_runs import rescore_config
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.offline.retrain_sources import check_offline
 from rollmill.flows.offline.unscored import check_rescoring
 from rollmill.tasks.errors import ConfigError

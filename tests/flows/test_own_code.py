@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollmill.flows.checks.preflight import preflight
-from rollmill.flows.settings import load
+from rollmill.flows.configuration.settings import load
 from rollmill.tasks.errors import ConfigError
 
 ENVIRONMENTS = Path(__file__).parents[1] / "rollout"

@@ -11,9 +11,9 @@ from rollmill.flows.checks.gpu_assignment import assign_run_gpus
 from rollmill.flows.checks.gpu_memory import find_excess, plan_needs
 from rollmill.flows.checks.memory_report import imagine_gpus
 from rollmill.flows.checks.preflight import preflight
-from rollmill.flows.environments import environment_configs
-from rollmill.flows.presets import ALGORITHMS, PRESETS, preset_name, preset_values
-from rollmill.flows.settings import load
+from rollmill.flows.configuration.environments import environment_configs
+from rollmill.flows.configuration.presets import ALGORITHMS, PRESETS, preset_name, preset_values
+from rollmill.flows.configuration.settings import load
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.rollout.environment import make_environment
 from rollmill.tasks.rollout.trajectory_requests import check_prompts

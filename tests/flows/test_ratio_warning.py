@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.policies.server_parity import ratio_warning
 from rollmill.tasks.observe.metrics import Metric
 from tests.stubs.toy_settings import validate_toy

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from rollmill.flows.checks.machine_needs import check_address, check_store
-from rollmill.flows.presets import parse_yaml
+from rollmill.flows.configuration.presets import parse_yaml
+from rollmill.flows.configuration.settings import load
 from rollmill.flows.run.folder import run_folder
-from rollmill.flows.settings import load
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.store.run.run_search import find_run
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from rollmill.flows.configuration.settings import SETTINGS_BY_STEP
 from rollmill.flows.offline.replay_trainer import ReplayTrainer, make_scratch
-from rollmill.flows.settings import SETTINGS_BY_STEP
 from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.folders import SCRATCH_ENV, RunFolder
 from rollmill.tasks.store.run.manifest import read_manifest

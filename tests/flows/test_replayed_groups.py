@@ -18,8 +18,8 @@ from prefect.logging import disable_run_logger
 
 import rollmill
 from rollmill.flows.checks.preflight import check_choice
+from rollmill.flows.configuration.rules import check_sampling
 from rollmill.flows.offline.retrain_sources import check_replay_sources
-from rollmill.flows.rules import check_sampling
 from rollmill.flows.run.live_run import Run
 from rollmill.flows.step.report import _measure, store_metrics
 from rollmill.flows.step.step_collection import collect_step

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from rollmill.flows.checks.preflight import preflight
+from rollmill.flows.configuration.rules import check_correction, describe_altered
+from rollmill.flows.configuration.settings import find_fixed_settings, load
 from rollmill.flows.offline.retrain_sources import check_source_sampling
 from rollmill.flows.policies.server_parity import ratio_warning
-from rollmill.flows.rules import check_correction, describe_altered
-from rollmill.flows.settings import find_fixed_settings, load
 from rollmill.flows.start_model import check_start
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.observe.metrics import Metric

@@ -8,10 +8,10 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from rollmill.flows.cli import run_command
 from rollmill.flows.collect import collect
-from rollmill.flows.config import RescoreConfig
+from rollmill.flows.configuration.config import RescoreConfig
+from rollmill.flows.configuration.settings import validate
 from rollmill.flows.prefect_integration.progress import CONSOLE
 from rollmill.flows.rescore import rescore
-from rollmill.flows.settings import validate
 from rollmill.tasks.errors import ConfigError, mask_credentials, printable
 from rollmill.tasks.look.tables.scores import read_score_totals
 from rollmill.tasks.look.tables.view import escape_controls

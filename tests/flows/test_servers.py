@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from prefect.logging import disable_run_logger
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.policies.server_parity import ServedRun
 from rollmill.flows.policies.weight_sync import WeightSync
 from rollmill.tasks.errors import TransientRequestError

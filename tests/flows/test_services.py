@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollmill.flows.commands.foreground import vllm_here
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.policies.services import ServerService, check_settings, start_services
 from rollmill.tasks.errors import ConfigError, ServiceStartError
 from rollmill.tasks.train.config import KLConfig, LoraConfig, TrainConfig

@@ -13,12 +13,12 @@ from prefect.logging import disable_run_logger
 from rollmill.flows.checks.gpu_memory import RANK, VLLM, plan_needs
 from rollmill.flows.checks.machine_needs import check_vllm
 from rollmill.flows.checks.memory_report import imagine_gpus
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.rules import check_config
 from rollmill.flows.policies.checkpointing import Checkpointing
 from rollmill.flows.policies.run_policy import RunPolicy
 from rollmill.flows.policies.server_parity import Openings, ServedRun
 from rollmill.flows.policies.weight_sync import WeightSync
-from rollmill.flows.rules import check_config
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.processes.gpus import GpuAssignment
 from rollmill.tasks.processes.launched_process import free_port

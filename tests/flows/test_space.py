@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from planned_run import PlannedSampler, PlannedScoring, open_planned_run
 
-from rollmill.flows.settings import load
+from rollmill.flows.configuration.settings import load
 from rollmill.flows.step import step_space
 from rollmill.flows.step.overlap import StepPipeline
 from rollmill.flows.step.step_space import checkpoint_bytes, due_checkpoints

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from teacher_folders import make_teacher
 
-from rollmill.flows.config import AnnotateConfig
+from rollmill.flows.configuration.config import AnnotateConfig
 from rollmill.flows.offline.draws import GroupPool
 from rollmill.flows.offline.teacher import (
     check_annotation,

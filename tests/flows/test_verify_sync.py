@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rollmill.flows.settings import find_fixed_settings
+from rollmill.flows.configuration.settings import find_fixed_settings
 from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.run.manifest import read_manifest

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from prefect.logging import disable_run_logger
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.policies.server_parity import Openings, ServedRun
 from rollmill.flows.policies.sync_report import RouteReport, SyncReport, progress_line, sync_metrics
 from rollmill.flows.policies.weight_sync import WeightSync

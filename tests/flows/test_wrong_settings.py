@@ -14,9 +14,9 @@ from model_families import save_byte_tokenizer
 from rollmill.flows.checks.preflight import check_architecture, check_rope, preflight
 from rollmill.flows.commands.new_runs import fork_config, fork_here, prepare_fork
 from rollmill.flows.commands.stored_runs import evaluate_config, retrain_config
-from rollmill.flows.rules import list_warnings
+from rollmill.flows.configuration.rules import list_warnings
+from rollmill.flows.configuration.settings import load
 from rollmill.flows.run.live_run import describe_missing_loss
-from rollmill.flows.settings import load
 from rollmill.tasks.errors import ConfigError, RunMismatchError
 from rollmill.tasks.processes.gpus import read_gpus
 from rollmill.tasks.store.config import StoreConfig

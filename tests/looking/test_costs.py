@@ -15,7 +15,7 @@ from span_rows import Row, spans_of
 from stored_spans import store_spans
 
 import rollmill as api
-from rollmill.flows.recipe import run_tokenizer
+from rollmill.flows.configuration.recipe import run_tokenizer
 from rollmill.tasks.look.ledger.run_ledger import read_ledger
 from rollmill.tasks.look.ledger.step_attribution import Ledger, build_ledger
 from rollmill.tasks.look.tables.costs import TRAINED, measure_costs

@@ -7,7 +7,7 @@ from pathlib import Path
 import plotly.io
 import pytest
 
-from rollmill.flows.recipe import run_tokenizer
+from rollmill.flows.configuration.recipe import run_tokenizer
 from rollmill.tasks.look.comparisons.run_overlay import overlay_charts
 from rollmill.tasks.look.tables.curves import read_curves
 from rollmill.tasks.look.web.app import render_page

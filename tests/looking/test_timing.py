@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 from span_rows import spans_of, whole_step
 
-from rollmill.flows.recipe import run_tokenizer
+from rollmill.flows.configuration.recipe import run_tokenizer
 from rollmill.tasks.look.ledger import step_timeline as module
 from rollmill.tasks.look.ledger.step_attribution import build_ledger
 from rollmill.tasks.look.ledger.step_timeline import PATH, STEP, lay_out_step

@@ -11,7 +11,7 @@ import plotly.io
 import pytest
 from flask.testing import FlaskClient
 
-from rollmill.flows.recipe import run_tokenizer
+from rollmill.flows.configuration.recipe import run_tokenizer
 from rollmill.tasks.errors import ConfigError, StoreError
 from rollmill.tasks.look.tables import sql_query
 from rollmill.tasks.look.tables.selection import Interval, Selection

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmill.flows.settings import load
+from rollmill.flows.configuration.settings import load
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.rollout.completions import PoolSampler
 from rollmill.tasks.rollout.config import RolloutConfig, SamplingConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from flask.testing import FlaskClient
 
-from rollmill.flows.settings import validate
+from rollmill.flows.configuration.settings import validate
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.view import Column, View
 from rollmill.tasks.look.terminal.markdown_escape import make_table

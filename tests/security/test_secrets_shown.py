@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from rollmill.flows.configuration.settings import load, validate
 from rollmill.flows.prefect_integration import local_server
-from rollmill.flows.settings import load, validate
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.processes.launched_process import free_port
 from rollmill.tasks.rollout.config import RolloutConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.flows.settings import validate
+from rollmill.flows.configuration.settings import validate
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.rollout.environment import Example

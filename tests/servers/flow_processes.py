@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 
 DEADLINE_S = 300.0
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.flows.environments import environment_configs
+from rollmill.flows.configuration.environments import environment_configs
+from rollmill.flows.configuration.settings import SETTINGS_BY_STEP
 from rollmill.flows.prefect_integration.artifacts import RunArtifacts
 from rollmill.flows.prefect_integration.progress import RunProgress
 from rollmill.flows.prefect_integration.recording import Recording
 from rollmill.flows.prefect_integration.task_runs import RecordedWork, Result, TaskRunRecorder
 from rollmill.flows.run.live_run import Run
 from rollmill.flows.run.run_environment import RunEnvironment
-from rollmill.flows.settings import SETTINGS_BY_STEP
 from rollmill.tasks.observe.config import ObserveConfig
 from rollmill.tasks.observe.metrics import Metric
 from rollmill.tasks.rollout.admission import Admission

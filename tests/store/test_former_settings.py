@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rollmill.flows.config import RunConfig
-from rollmill.flows.settings import SETTINGS_BY_STEP, find_fixed_settings, validate
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.settings import SETTINGS_BY_STEP, find_fixed_settings, validate
 from rollmill.tasks.errors import ConfigError, RunMismatchError
 from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.filesystem import open_files, publish_text, read_text

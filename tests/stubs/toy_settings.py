@@ -4,8 +4,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from rollmill.flows.config import RunConfig
-from rollmill.flows.settings import validate
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.settings import validate
 
 TOY: Mapping[str, Any] = {
     "start_model": {"steps": 900},

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.flows.presets import ALGORITHMS
-from rollmill.flows.settings import load
+from rollmill.flows.configuration.presets import ALGORITHMS
+from rollmill.flows.configuration.settings import load
 from rollmill.tasks.score.advantages import ADVANTAGES
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.objective.objective import LOSSES, build_loss

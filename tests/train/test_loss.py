@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollmill.flows.checks.preflight import preflight
-from rollmill.flows.settings import load
+from rollmill.flows.configuration.settings import load
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.objective.losses.token_loss import Tokens

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.flows.settings import SETTINGS_BY_STEP
+from rollmill.flows.configuration.settings import SETTINGS_BY_STEP
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.filesystem import open_files

@@ -4,8 +4,8 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from rollmill.flows.config import RunConfig
-from rollmill.flows.environments import group_shares
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.environments import group_shares
 from rollmill.flows.run.executor.group_work import GroupTask, SeeRows
 from rollmill.flows.run.run_environment import RunEnvironment
 from rollmill.tasks.observe.metrics import Metric

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollmill.flows.executor_config import ExecutorConfig
+from rollmill.flows.configuration.executor_config import ExecutorConfig
 from rollmill.tasks.config import check_extra
 from rollmill.tasks.errors import ConfigError, ServiceStartError
 from rollmill.tasks.processes.launched_process import LaunchedProcess

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from rollmill.flows.config import RunConfig
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.run.executor.actor_messages import (
     ROLLOUT_COLUMNS,

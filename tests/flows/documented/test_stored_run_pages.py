@@ -12,7 +12,7 @@ import otlp_receiver
 import pytest
 from page_scene import Scene
 
-from rollmill.flows.settings import load
+from rollmill.flows.configuration.settings import load
 from tests.documentation.page_commands import ROOT, Command, commands_run_by
 from tests.stubs.dataset_hub import DatasetHub, serve_dataset_hub
 

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterable, Sequence
 
-from rollmill.flows.config import RunConfig
-from rollmill.flows.environments import environment_configs, list_altered, name_environment
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.environments import environment_configs, list_altered, name_environment
 from rollmill.tasks.errors import ConfigError, show_value
 from rollmill.tasks.rollout.environment import environment_library
 from rollmill.tasks.score.terms import SCORERS

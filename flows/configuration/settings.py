@@ -13,10 +13,10 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, to_jsonable_python
 
-from rollmill.flows.config import CONSTANTS, FOREIGN, GONE, RENAMED, RunConfig
-from rollmill.flows.environment_config import read_entries
-from rollmill.flows.presets import are_algorithms, parse_yaml, preset_values
-from rollmill.flows.rules import check_config
+from rollmill.flows.configuration.config import CONSTANTS, FOREIGN, GONE, RENAMED, RunConfig
+from rollmill.flows.configuration.environment_config import read_entries
+from rollmill.flows.configuration.presets import are_algorithms, parse_yaml, preset_values
+from rollmill.flows.configuration.rules import check_config
 from rollmill.tasks.config import ADDRESS, LINK, VARIABLE, VARIABLES, StageConfig, may_be_secret, suggest
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.store.folders import RunFolder

@@ -16,7 +16,7 @@ from rollmill.tasks.errors import ConfigError
 
 PRESETS = Path("conf")
 ALGORITHMS = PRESETS / "algorithms"
-BUILT_IN = Path(__file__).parents[1] / "conf"
+BUILT_IN = Path(__file__).parents[2] / "conf"
 """Folder of the presets that come with Rollmill."""
 _ALGORITHM_FOLDERS = (ALGORITHMS, BUILT_IN / "algorithms")
 _SUFFIXES = (".yaml", ".yml")

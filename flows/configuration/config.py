@@ -6,8 +6,8 @@ from typing import Any
 from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
-from rollmill.flows.environment_config import Environments, EvaluateConfig
-from rollmill.flows.executor_config import ExecutorConfig
+from rollmill.flows.configuration.environment_config import Environments, EvaluateConfig
+from rollmill.flows.configuration.executor_config import ExecutorConfig
 from rollmill.tasks.config import YEAR_S, StageConfig, setting
 from rollmill.tasks.observe.config import ObserveConfig
 from rollmill.tasks.rollout.config import RolloutConfig

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
-from rollmill.flows.config import RunConfig
-from rollmill.flows.environment_config import EnvironmentConfig, may_differ
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.environment_config import EnvironmentConfig, may_differ
 from rollmill.tasks.config import StageConfig
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.store.run.group_shares import GroupShares

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollmill.flows.config import RunConfig
-from rollmill.flows.environments import environment_configs
+from rollmill.flows.configuration.config import RunConfig
+from rollmill.flows.configuration.environments import environment_configs
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
 from rollmill.tasks.rollout.config import RolloutConfig

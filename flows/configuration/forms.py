@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, WithJsonSchema
 
-from rollmill.flows.config import AnnotateConfig, RescoreConfig, RunConfig
-from rollmill.flows.environment_config import may_differ
-from rollmill.flows.presets import merge_settings
-from rollmill.flows.settings import UNREAD_BY_COLLECT, settings
+from rollmill.flows.configuration.config import AnnotateConfig, RescoreConfig, RunConfig
+from rollmill.flows.configuration.environment_config import may_differ
+from rollmill.flows.configuration.presets import merge_settings
+from rollmill.flows.configuration.settings import UNREAD_BY_COLLECT, settings
 from rollmill.tasks.config import StageConfig
 from rollmill.tasks.rollout.environment import WITH_ARGUMENTS, describe_environment_arguments
 
