@@ -93,7 +93,7 @@ class WorkerProcess:
         self._pending: dict[int, asyncio.Future[bytes]] = {}
         self._numbers = count()
         self._stop_reason = ""
-        self._is_writable = True
+        self._is_writable, self._was_killed = True, False
         self._reading = asyncio.create_task(self._read(reader))
         self._created = self.send(settings)
 
@@ -244,14 +244,15 @@ class WorkerProcess:
         finally:
             self._is_writable = False
             self._writer.close()
+            # Known now: whoever notices the end may give a reason to stop what has ended.
+            self._was_killed = not self._stop_reason and self.returncode == SIGNALLED + signal.SIGKILL
             self.ended.set_result(
                 self._stop_reason or f"ended with {_describe_status(self._process.returncode)}"
             )
             self._fail_pending()
 
     def _fail_pending(self) -> None:
-        is_killed = not self._stop_reason and self.returncode == SIGNALLED + signal.SIGKILL
-        kind = WorkerKilledError if is_killed else WorkerDiedError
+        kind = WorkerKilledError if self._was_killed else WorkerDiedError
         for answer in self._pending.values():
             if not answer.done():
                 answer.set_exception(kind(f"{self.name} {self.ended.result()}"))

@@ -169,10 +169,15 @@ async def test_open_episodes_of_a_worker_that_is_killed_say_so(tmp_path: Path) -
         said, _ = await play(environment, 0)
         open_one = environment.episode(Example("", {"number": 0}), seed=0)
         messages = tuple(await open_one.reply(()))
+        while_generating = environment.episode(Example("", {"number": 0}), seed=1)
+        await while_generating.reply(())
         os.kill(int(said.split()[1]), signal.SIGKILL)
         with pytest.raises(WorkerKilledError, match="signal SIGKILL"):
             await open_one.reply((*messages, Message("assistant", "hello")))
         assert (await play(environment, 0, 7))[1] == {"seed": 7}
+        # The worker has been replaced meanwhile.
+        with pytest.raises(WorkerKilledError, match="signal SIGKILL"):
+            await while_generating.reply((*messages, Message("assistant", "hello")))
 
 
 @pytest.mark.slow
