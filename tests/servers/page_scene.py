@@ -7,18 +7,26 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import patient
+
 from tests.documentation.page_commands import Command
 
 TOOLS = Path(sys.executable).parent
-STAYS = re.compile(r"(rollmill (view|trainer|vllm)|(\S+/)?prefect worker start|\S+/python -m vllm)\b")
-"""What runs until it is ended: its test waits for SAYS_THAT_IT_RUNS and leaves it running."""
-SAYS_THAT_IT_RUNS = re.compile(r"http://127\.0\.0\.1:\d+|Worker '.*' started!|Application startup complete")
-SAYS_NOTHING = re.compile(r"--node 1\b")
-"""Of what runs until it is ended, what prints nothing."""
+STAYS = {
+    r"rollmill view|rollmill trainer .*--node 0": r"http://127\.0\.0\.1:\d+",
+    r"rollmill trainer .*--node 1": "",
+    r"(\S+/)?prefect worker start": r"Worker '.*' started!",
+    r"\S+/python -m vllm": "Application startup complete",
+    r"rollmill improve (?!.*--yes)": "paused until somebody approves it",
+}
+"""What runs until it is ended or approved: its test waits for this in its output, and leaves it running; empty: it prints nothing."""
+OVER = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
+FLOW_RUN = re.compile(r"flow-run/([0-9a-f-]{36})")
 LONGEST_S = 900.0
 STOP_S = 120.0
 
@@ -100,9 +108,10 @@ class Scene:
             start_new_session=True,
         )
         words = [word for word in shlex.split(text) if not re.match(r"[A-Z_]+=", word)]
-        if STAYS.match(" ".join(words)):
-            self._running.append(process)
-            return self._wait_for_sign(process, SAYS_NOTHING.search(text) is None)
+        for pattern, sign in STAYS.items():
+            if re.match(pattern, " ".join(words)):
+                self._running.append(process)
+                return self._wait_for_sign(process, sign)
         try:
             output, _ = process.communicate(timeout=LONGEST_S)
         except subprocess.TimeoutExpired:
@@ -110,15 +119,15 @@ class Scene:
             raise
         return Outcome(process.returncode, output)
 
-    def _wait_for_sign(self, process: "subprocess.Popen[str]", has_sign: bool) -> Outcome:
+    def _wait_for_sign(self, process: "subprocess.Popen[str]", sign: str) -> Outcome:
         assert process.stdout
         output = ""
-        for line in process.stdout if has_sign else ():
+        for line in process.stdout if sign else ():
             output += line
-            if SAYS_THAT_IT_RUNS.search(line):
+            if re.search(sign, line):
                 break
         else:
-            if has_sign:
+            if sign:
                 return Outcome(process.wait() or 1, f"{output}\nit ended")
         # A full pipe would hold it up.
         threading.Thread(target=process.stdout.read, daemon=True).start()
@@ -131,3 +140,16 @@ class Scene:
                 os.killpg(process.pid, signal.SIGTERM)
         for process in self._running:
             process.wait(timeout=STOP_S)
+
+
+def finish_flow_runs(api: str, printed: str) -> None:
+    """Wait until the flow runs whose pages a command has printed are completed; one that waits for a person is approved."""
+    deadline = time.monotonic() + LONGEST_S
+    for flow_run in dict.fromkeys(FLOW_RUN.findall(printed)):
+        while (found := patient.get(f"{api}/flow_runs/{flow_run}").json())["state_type"] not in OVER:
+            if found["state_type"] == "PAUSED":
+                answer = {"approve": True, "approved_by": "ada", "note": ""}
+                patient.post(f"{api}/flow_runs/{flow_run}/resume", json={"run_input": answer})
+            assert time.monotonic() < deadline, found
+            time.sleep(0.5)
+        assert found["state_type"] == "COMPLETED", (printed, found["state"])
