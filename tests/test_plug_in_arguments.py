@@ -242,6 +242,26 @@ def test_overrides_give_a_name_one_argument_or_both() -> None:
         parse_settings(RunConfig, apply_overrides({}, ("train.loss.args.k=1",)))
 
 
+@pytest.mark.parametrize("setting", [*PLUG_INS, "train.loss", "environments.one.score.scorer"])
+@pytest.mark.parametrize("name", ["", ".name"])
+def test_an_override_of_an_argument_may_precede_that_of_the_name(setting: str, name: str) -> None:
+    stored: dict[str, Any] = {}
+    section = stored
+    *sections, last = setting.split(".")
+    for each in sections:
+        section[each] = section = {}
+    section[last] = {"name": "a:b", "args": {"old": 1}} if not name else "a:b"
+    words = (
+        f"{setting}.args.limit=3",
+        f"{setting}.args.kind=x",
+        f"{setting}{name}=c:d",
+        f"{setting}.args.limit=4",
+    )
+    expected = {"name": "c:d", "args": {"limit": 4, "kind": "x"}}
+    assert get_setting(apply_overrides(stored, words), setting, None) == expected
+    assert get_setting(apply_overrides(stored, (words[2], *words[:2], words[3])), setting, None) == expected
+
+
 def test_a_plug_in_of_a_later_preset_has_no_arguments_of_an_earlier_one() -> None:
     first = {"train": {"lr": 1, "loss": {"name": "a:b", "args": {"k": 1}}}}
     later = {"train": {"loss": {"name": "c:d", "args": {"j": 2}}}}

@@ -58,7 +58,11 @@ def load(preset: str, overrides: tuple[str, ...] = ()) -> RunConfig:
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return a copy of settings with `key.subkey=value` overrides applied; ConfigError for one of another form."""
+    """Return a copy of settings with `key.subkey=value` overrides applied; ConfigError for one of another form.
+
+    A section, or a plug-in's name, is set before the settings in it, in whatever order they are given; of two values of one
+    setting the later one holds.
+    """
     values = copy.deepcopy(values)
     # A run stores its environments as a list; an override names one.
     entries = values.get("environments")
@@ -66,7 +70,7 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
         values["environments"] = {each.pop("name"): each for each in entries}
     known = values.get("environments")
     names = list(known) if isinstance(known, dict) else []
-    for override in overrides:
+    for override in sorted(overrides, key=lambda each: each.partition("=")[0].count(".")):
         _apply_override(values, override)
     if names and isinstance(changed := values["environments"], dict):
         for name in set(changed) - set(names):
