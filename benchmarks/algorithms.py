@@ -31,6 +31,10 @@ OF_TASK = {"dapo": ("score.overlong_tokens=[20, 24]",)}
 """What an algorithm needs to know of the task's longest completion, which is 24 tokens."""
 
 
+COMPARED = sorted(each.stem for each in ALGORITHMS.glob("*.yaml") if each.stem != "distill")
+"""All but the one that needs a teacher."""
+
+
 @dataclass(frozen=True, slots=True)
 class Learned:
     """Held-out rewards at the start and at the end, and the training reward of every step."""
@@ -85,9 +89,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, help="folder that keeps the runs; a temporary one by default")
     parser.add_argument("--picture", type=Path, help="where to draw the curves (.png or .svg)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "algorithms", nargs="*", default=sorted(each.stem for each in ALGORITHMS.glob("*.yaml"))
-    )
+    parser.add_argument("algorithms", nargs="*", default=COMPARED)
     words = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, prefect_server(Path(folder) / "prefect"):
         root = words.root or Path(folder)

@@ -159,6 +159,8 @@ def run_killed(services: Services, folder: Path, minutes: float, steps: int, cha
                 snapshots.append(stored_rows(stored, step))
             if role == "flow":
                 n_cut += count_open(stored, snapshots[-1])
+        # Its pages and its last rows are stored after its last step.
+        wait_for(run, run.is_over.is_set, "the end", RUN_TIMEOUT_S)
     finally:
         run.stop()
     run.check()

@@ -1,9 +1,9 @@
 """What does it cost to keep 256 ordinary rows, 27 MB of text and tokens, in 32 commits? Compared with json and msgspec.
 
 The run's writer gets the rows as rollouts finish, one at a time, stores and acknowledges eight in a commit; the others
-encode the same rows and write eight to a file, which keeps no types and cannot be scanned by column. CPU is that of all
-threads, lag that of the event loop above that of the same loop without work; medians. Making rows of trajectories, which
-no figure includes, is `rows_cpu_ms`.
+encode the same rows and write eight to a file, which keeps no types and cannot be scanned by column. The limit writes as many bytes,
+which are there already, to as many files. CPU is that of all threads, lag that of the event loop above that of the same loop
+without work; medians. Making rows of trajectories, which no figure includes, is `rows_cpu_ms`.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,7 +31,7 @@ from rollmill.tasks.store.shards.writer import RunWriter
 N_ROWS, N_COMMITS, REPEATS = 256, 32, 9
 N_TOKENS, TEXT = 6_000, "an answer " * 5_000
 ROWS_A_COMMIT = N_ROWS // N_COMMITS
-TARGETS = {"cpu_ms": 40.0, "lag_excess_ms": 5.0}
+TARGETS = {"cpu_to_limit": 4.0, "lag_excess_ms": 5.0}
 
 Keep = Callable[[Path], Awaitable[None]]
 
@@ -71,8 +72,8 @@ def ours(rows: Sequence[Rows]) -> Keep:
     return keep
 
 
-def make_encoding(rows: Sequence[object], encode: Callable[[object], bytes]) -> Keep:
-    def write(file: Path, part: Sequence[object]) -> None:
+def make_encoding(rows: Sequence[Any], encode: Callable[[Any], bytes]) -> Keep:
+    def write(file: Path, part: Sequence[Any]) -> None:
         file.write_bytes(encode(part))
 
     async def keep(folder: Path) -> None:
@@ -101,12 +102,15 @@ def main() -> None:
         rows_ms.append(1000 * (time.process_time() - started))
     rows_cpu_ms = statistics.median(rows_ms)
     plain = [each.to_pylist()[0] for each in rows]
-    print(f"{sum(each.nbytes for each in rows) / 1e6:.1f} MB")
+    n_bytes = sum(each.nbytes for each in rows)
+    print(f"{n_bytes / 1e6:.1f} MB")
+    there = [np.zeros(n_bytes // N_ROWS, np.uint8).tobytes()] * N_ROWS
     ways = {
         "ours": ours(rows),
         "json": make_encoding(plain, lambda part: json.dumps(part, default=str).encode()),
         "msgspec": make_encoding(plain, msgspec.json.encode),
         "orjson": make_encoding(plain, orjson.dumps),
+        "limit": make_encoding(there, b"".join),
     }
     found: dict[str, dict[str, float]] = {}
     print(f"{'':10}{'CPU ms':>10}{'lag excess ms':>16}")
@@ -116,14 +120,16 @@ def main() -> None:
         cpu_ms, lag_ms = (statistics.median(column) for column in zip(*pairs, strict=True))
         found[name] = {"cpu_ms": cpu_ms, "lag_excess_ms": lag_ms}
         print(f"{name:10}{cpu_ms:10.1f}{lag_ms:16.2f}", flush=True)
+    ratio = {"cpu_to_limit": found["ours"]["cpu_ms"] / found["limit"]["cpu_ms"]}
     for name, target in TARGETS.items():
-        value = found["ours"][name]
+        value = (found["ours"] | ratio)[name]
         print(f"{name}: {value:.1f}, target {target:g}: {'reached' if value <= target else 'MISSED'}")
     print(
         json.dumps(
-            {"benchmark": "persist", "rows": N_ROWS, "bytes": sum(each.nbytes for each in rows)}
+            {"benchmark": "persist", "rows": N_ROWS, "bytes": n_bytes}
             | {"rows_cpu_ms": rows_cpu_ms, "first_rows_cpu_ms": rows_ms[0]}
             | found["ours"]
+            | ratio
             | {"ways": found}
         )
     )
