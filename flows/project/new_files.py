@@ -38,13 +38,17 @@ def write_code(folder: Path, kind: str, name: str) -> list[Path]:
     """Write NAME.py with a scorer, an environment or a loss, and tests/test_NAME.py; returns both files.
 
     Raises:
-        ConfigError: the kind is unknown, the name cannot be that of a module, or a file exists. Nothing is written then.
+        ConfigError: the kind is unknown, the name cannot be that of a module or would be collected by pytest, or a file exists. Nothing is written then.
     """
     if kind not in SETTINGS:
         raise ConfigError("KIND", kind, f"give {', '.join(SETTINGS)}{suggest(kind, SETTINGS)}")
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
         remedy = "it names a Python module: use small letters, digits and _, and begin with a letter"
         raise ConfigError("NAME", name, remedy)
+    if name.startswith("test"):
+        raise ConfigError(
+            "NAME", name, "pytest would collect it as a test; give a name that does not begin with test"
+        )
     texts = _fill_code(kind, name)
     if not (folder / f"{name}.py").exists() and find_spec(name) is not None:
         raise ConfigError(

@@ -113,6 +113,7 @@ def test_existing_files_are_not_overwritten_and_nothing_is_written(tmp_path: Pat
         ("scorer", "a-b", "it names a Python module"),
         ("scorer", "class", "it names a Python module"),
         ("scorer", "Mine", "it names a Python module"),
+        ("scorer", "test_mine", "pytest would collect it"),
         ("scorer", "json", "an installed module has this name"),
         ("loss", "numpy", "an installed module has this name"),
     ],

@@ -50,6 +50,7 @@ def test_a_trajectory_is_a_span_with_its_conversation_tokens_and_reward(
         assert attributes["gen_ai.operation.name"] == ("invoke_agent" if several else "chat")
         assert attributes["gen_ai.usage.output_tokens"] == row["n_completion_tokens"]
         assert attributes["rollmill.group"] == row["group"]
+        assert f"http://{attributes['server.address']}:{attributes['server.port']}" == row["server"]
         seconds = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
         assert math.isclose(seconds, row["duration_s"], abs_tol=1e-6)
         assert span.start_time_unix_nano / 1e9 == row["started_at"].timestamp()

@@ -119,7 +119,8 @@ def send_spans(
         for at in range(0, len(spans), BATCH):
             batch = spans[at : at + BATCH]
             if exporter.export(batch) is not SpanExportResult.SUCCESS:
-                raise RequestError(f"{url} did not accept the spans; {at} were sent")
+                remedy = "start a receiver of OTLP over HTTP there, or correct the address"
+                raise RequestError(f"{url} did not accept the spans; {at} were sent: {remedy}")
             if known is not None:
                 known.update(each.context.span_id for each in batch)
     finally:

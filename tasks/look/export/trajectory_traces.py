@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
+from urllib.parse import urlsplit
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
@@ -35,7 +36,6 @@ _ATTRIBUTES = {
     "gen_ai.usage.input_tokens": "n_prompt_tokens",
     "gen_ai.usage.output_tokens": "n_completion_tokens",
     "gen_ai.agent.name": "env",
-    "server.address": "server",
     "rollmill.step": "step",
     "rollmill.group": "group",
     "rollmill.sample": "sample",
@@ -43,7 +43,16 @@ _ATTRIBUTES = {
     "rollmill.status": "status",
     "rollmill.advantage": "advantage",
 }
-_READ = ("finish_reason", "turns", "turn_messages", "messages", "started_at", "duration_s", "reward")
+_READ = (
+    "server",
+    "finish_reason",
+    "turns",
+    "turn_messages",
+    "messages",
+    "started_at",
+    "duration_s",
+    "reward",
+)
 _OF_FAILURES = ("error_type", "error", "attempt", "policy_version_last")
 
 
@@ -89,6 +98,8 @@ def _make_span(row: Mapping[str, Any], run: str, scorer: str) -> ReadableSpan:
             "gen_ai.output.messages": json.dumps(output),
             "gen_ai.response.finish_reasons": [reason],
         }
+    if (server := urlsplit(row["server"])).hostname:
+        attributes |= {"server.address": server.hostname, "server.port": server.port or 80}
     if row["error_type"]:
         attributes["error.type"] = row["error_type"]
     begun, reward = _nanoseconds(row["started_at"]), row["reward"]
