@@ -1,6 +1,7 @@
 """A setting names a plug-in by its name, or as {name, args}; arguments are compared with its signature and reach its code."""
 
 import json
+import re
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import validate as validate_form
 
+from rollmill.flows.checks.plug_in_arguments import check_plug_in_arguments
 from rollmill.flows.checks.preflight import preflight
+from rollmill.flows.commands.deployment_run import run_deployment
 from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.configuration.forms import FORMS
 from rollmill.flows.configuration.presets import merge_settings
@@ -58,6 +61,8 @@ def times(rewards, *, n: int, names: tuple[str, ...] = ()):
 
 def plain(candidate):
     return 0.5
+
+def loss(inputs, *, temperature: float = 1.0): ...
 """
 ENTRY_POINTS = """
 [rollmill.environments]
@@ -183,6 +188,45 @@ def test_a_wrong_argument_of_one_of_several_environments_is_named_with_it() -> N
 def test_a_wrong_argument_ends_a_run_before_its_start() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.environment\.args = {'k': 1}: there is no k"):
         preflight(load("quickstart", ("rollout.environment.args.k=1",)))
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (("score.scorer.args.wrong=abc",), "score.scorer.args"),
+        (("score.scorer=scaled", "score.scorer.args.n=x"), "score.scorer.args"),
+        ((f"score.scorer={path('Scaled')}",), "score.scorer.args"),
+        ((f"evaluate.scorer={path('scaled')}",), "evaluate.scorer.args"),
+        ((f"score.sum=[{{scorer: '{path('Scaled')}'}}]",), "score.sum.0.scorer.args"),
+        (("rollout.environment.args.k=1",), "rollout.environment.args"),
+        (("rollout.environment=sized",), "rollout.environment.args"),
+        ((f"rollout.environment={path('Configured')}",), "rollout.environment.args"),
+        (("score.advantage=times",), "score.advantage.args"),
+        (("score.advantage.args.k=1",), "score.advantage.args"),
+        (
+            ("environments.one.score.scorer=scaled", "environments.one.weight=2"),
+            "environments.one.score.scorer.args",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_refused_before_a_deployment_has_a_flow_run(
+    words: tuple[str, ...], field: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{field} = ")):
+        run_deployment(load("quickstart", words), "a", "quickstart", again=False, redo_failed=False)
+
+
+@pytest.mark.slow
+def test_a_wrong_argument_of_a_loss_is_refused_before_a_deployment_has_a_flow_run() -> None:
+    config = load("quickstart", (f"train.loss={path('loss')}", "train.loss.args.temperature=hot"))
+    with pytest.raises(ConfigError, match=r"train\.loss\.args = .*temperature"):
+        run_deployment(config, "a", "quickstart", again=False, redo_failed=False)
+
+
+def test_arguments_of_what_only_the_worker_can_import_are_left_to_it() -> None:
+    elsewhere = "{name: 'no_such_module:thing', args: {n: 1}}"
+    names = ("rollout.environment", "score.scorer", "evaluate.scorer", "score.advantage", "train.loss")
+    check_plug_in_arguments(load("quickstart", tuple(f"{name}={elsewhere}" for name in names)))
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def preflight(config: RunConfig, *, samples: bool = True, trains: bool = True) -
                 tried.append(found)
     # An attached trainer may have a loss's package that is missing here.
     if trains and not config.train.url:
-        _check_loss(config.train, config.start_timeout_s)
+        check_loss(config.train, config.start_timeout_s)
     tokenizer = _check_model(config)
     if tokenizer:
         for environment, episode in tried:
@@ -216,7 +216,7 @@ def _has_module(name: str) -> bool:
         return False
 
 
-def _check_loss(train: TrainConfig, timeout_s: float) -> None:
+def check_loss(train: TrainConfig, timeout_s: float) -> None:
     """Raise ConfigError if `train.loss` is of another package and does not work.
 
     It is tried in a separate process, since it imports torch, for at most `timeout_s` seconds.

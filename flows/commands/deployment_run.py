@@ -9,6 +9,7 @@ from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 
+from rollmill.flows.checks.plug_in_arguments import check_plug_in_arguments
 from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.configuration.forms import POST_TRAIN
 from rollmill.flows.prefect_integration.links import flow_run_page, ui_url
@@ -22,7 +23,8 @@ FLOW = "post-train"
 def run_deployment(config: RunConfig, name: str, deployment: str, *, again: bool, redo_failed: bool) -> None:
     """Create a flow run of a deployment; prints the address of its page, and how to start a worker if none is online.
 
-    The flow checks, on the worker's machine, what the run needs there.
+    The arguments of plug-ins that can be imported here are checked first. The flow checks, on the worker's machine, what the run
+    needs there.
 
     Args:
         config: all settings.
@@ -32,10 +34,11 @@ def run_deployment(config: RunConfig, name: str, deployment: str, *, again: bool
         redo_failed: sample failed trajectories of the steps without a batch again, and score again what the scorer failed on.
 
     Raises:
-        ConfigError: there is no such deployment, or the run in the folder cannot be resumed with these settings.
+        ConfigError: there is no such deployment, an argument of a plug-in is wrong, or the run in the folder cannot be resumed with these settings.
         ServiceError: Prefect refused the parameters.
     """
     run_folder(name, config)
+    check_plug_in_arguments(config)
     parameters = {"run_name": name, "config": POST_TRAIN.values(config), "redo_failed": redo_failed}
 
     async def create() -> list[str]:

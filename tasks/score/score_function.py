@@ -53,6 +53,14 @@ def load_object(path: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
+def find_signature(found: Any) -> tuple[Callable[..., Any], int]:
+    """Return what takes a scorer's arguments, and how many arguments it has besides, by position."""
+    if not inspect.isclass(found):
+        return getattr(found, "score", found), 1
+    from_config = getattr(found, "from_config", None)
+    return (from_config, 1) if from_config else (found, 0)
+
+
 def load_function(
     path: str, settings: Callable[[], Any], args: Mapping[str, Any], field: str = "score.scorer"
 ) -> ScoreFunction:
@@ -73,15 +81,12 @@ def load_function(
         Exception: whatever importing or creating it raises.
     """
     found, name = load_object(path), path.replace(":", ".")
+    taker, n_positional = find_signature(found)
+    bound = bind_arguments(field, taker, args, n_positional) if callable(taker) else {}
     if inspect.isclass(found):
-        if from_config := getattr(found, "from_config", None):
-            found = from_config(settings(), **bind_arguments(field, from_config, args, 1))
-        else:
-            found = found(**bind_arguments(field, found, args))
-        function = describe_function(found, name)
+        made = taker(settings(), **bound) if n_positional else taker(**bound)
+        function = describe_function(made, name)
     else:
-        call = getattr(found, "score", found)
-        bound = bind_arguments(field, call, args, 1) if callable(call) else {}
         function = describe_function(found, name, bound)
     if not args:
         return function
