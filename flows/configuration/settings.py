@@ -126,7 +126,13 @@ def parse_settings(model: type[Config], values: dict[str, Any]) -> Config:
             moved = first["ctx"]
             value = HIDDEN if may_be_secret(moved["field"], moved["value"]) else moved["value"]
             raise ConfigError(moved["field"], value, moved["remedy"]) from None
-        field = ".".join(_name_entries(values, first["loc"]))
+        # pydantic appends its name of the kind of a JSON value.
+        place = (
+            first["loc"][:-1]
+            if first["type"] == "finite_number" and first["loc"][-1] == "float"
+            else first["loc"]
+        )
+        field = ".".join(_name_entries(values, place))
         value, remedy = _mask_refused(field, first)
         raise ConfigError(field, value, f"{remedy}{_suggest(model, field, first)}") from None
 
@@ -155,6 +161,8 @@ def _mask_refused(field: str, error: ErrorDetails) -> tuple[object, str]:
     value = error["input"]
     if error["type"] == "secret":
         return HIDDEN, error["msg"]
+    if error["type"] == "dict_type" and field.endswith(".args"):
+        return value, "give a mapping of arguments, such as {limit: 100}"
     pattern = error.get("ctx", {}).get("pattern")
     if pattern in (VARIABLE, VARIABLES):
         return HIDDEN, NAMES_VARIABLE if pattern == VARIABLE else NAMES_VARIABLES

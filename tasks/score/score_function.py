@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from rollmill.tasks.user_code.arguments import bind_arguments
+from rollmill.tasks.user_code.arguments import bind_arguments, list_altered_arguments
 
 DEFAULT_VERSION = "1"
 _DIGEST_CHARACTERS = 8
@@ -66,7 +66,8 @@ def load_function(
 ) -> ScoreFunction:
     """Load the scorer at an import path: a function, a class, or an object.
 
-    A class takes the arguments when it is created, another scorer in each call. They are part of the version.
+    A class takes the arguments when it is created, another scorer in each call. Those that differ from the defaults are part of the
+    version.
 
     Example: load_function("rewards:length", ..., {}) for `def length(candidate)` has the name rewards.length and version 1.
 
@@ -88,10 +89,21 @@ def load_function(
         function = describe_function(made, name)
     else:
         function = describe_function(found, name, bound)
-    if not args:
+    altered = list_altered_arguments(taker, bound, n_positional) if bound else {}
+    if not altered:
         return function
-    digest = settings_version([json.dumps(args, sort_keys=True)])
+    values = {each: _to_json(value, args.get(each)) for each, value in altered.items()}
+    digest = settings_version([json.dumps(values, sort_keys=True)])
     return replace(function, version=f"{function.version}-{digest}")
+
+
+def _to_json(value: Any, given: Any) -> Any:
+    """Return a converted argument as a JSON value; `given` if it has none, or none whose order is fixed."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return given
+    return value
 
 
 def describe_function(owner: Any, name: str, arguments: Mapping[str, Any] | None = None) -> ScoreFunction:

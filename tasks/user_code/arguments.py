@@ -53,7 +53,40 @@ def bind_arguments(
         raise ConfigError(f"{field}.args", dict(given), f"{what}; it takes {_describe(parameters)}") from None
     names = {name: each.alias or name for name, each in type(found).model_fields.items()}
     own = {names[each]: getattr(found, each) for each in found.model_fields_set if each in names}
+    for name, value in own.items():
+        if _is_number_of_bool(given[name], value):
+            what = f"{name}: Input should be a number, not true or false"
+            raise ConfigError(f"{field}.args", dict(given), f"{what}; it takes {_describe(parameters)}")
     return own | (found.model_extra or {})
+
+
+def list_altered_arguments(
+    function: Callable[..., Any], bound: Mapping[str, Any], n_positional: int = 0
+) -> dict[str, Any]:
+    """Return those of the arguments from `bind_arguments` that differ from the defaults of a plug-in."""
+    parameters = _list_parameters(function, n_positional) or []
+    defaults = {each.name: each.default for each in parameters}
+    return {name: value for name, value in bound.items() if not _equals(defaults.get(name), value)}
+
+
+def _equals(default: object, value: object) -> bool:
+    if default is None or value is None or isinstance(default, bool) != isinstance(value, bool):
+        return default is value
+    try:
+        return bool(default == value)
+    except Exception:  # noqa: BLE001 - foreign code: whatever its comparison raises
+        return False
+
+
+def _is_number_of_bool(given: object, found: object) -> bool:
+    """Return True if pydantic made a number of true or false, in a list or mapping too."""
+    if isinstance(given, bool):
+        return isinstance(found, int | float) and not isinstance(found, bool)
+    if isinstance(given, list) and isinstance(found, list | tuple):
+        return any(map(_is_number_of_bool, given, found))
+    if isinstance(given, dict) and isinstance(found, dict):
+        return any(map(_is_number_of_bool, given.values(), found.values()))
+    return False
 
 
 def make_argument_schema(function: Callable[..., Any], n_positional: int = 0) -> dict[str, Any]:

@@ -197,7 +197,8 @@ def main() -> None:
     try:
         Objective(TrainConfig.model_validate_json(sys.argv[1]))
     except ConfigError as error:
-        sys.stdout.write(json.dumps([error.field, str(error.value), error.remedy]))
+        value = error.value if isinstance(error.value, dict) else str(error.value)
+        sys.stdout.write(json.dumps([error.field, value, error.remedy]))
     else:
         sys.stdout.write("null")
 
