@@ -62,6 +62,11 @@ def times(rewards, *, n: int, names: tuple[str, ...] = ()):
 def plain(candidate):
     return 0.5
 
+class Negative:
+    def __init__(self, *, limit: int) -> None:
+        raise ValueError("limit must not be negative")
+    def score(self, candidate): ...
+
 def loss(inputs, *, temperature: float = 1.0): ...
 """
 ENTRY_POINTS = """
@@ -361,6 +366,14 @@ def test_a_wrong_value_of_arguments_is_named(word: str, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load("quickstart", (word,))
     assert str(refused.value) == message
+
+
+@pytest.mark.parametrize("setting", ["score.scorer", "evaluate.scorer", "rollout.environment"])
+def test_a_value_that_a_constructor_refuses_is_named_as_an_argument(setting: str) -> None:
+    resolve = RESOLVE[setting][0]
+    expected = rf"^{setting}\.args = {{'limit': -1}}: ValueError: limit must not be negative \(.*\.py:\d+, in __init__\)$"
+    with pytest.raises(ConfigError, match=expected):
+        resolve(configure(setting, path("Negative"), {"limit": -1}))
 
 
 def sum_of(*args: object) -> RunConfig:

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkabl
 
 from rollmill.tasks.config import find_plugins, guard_named, import_named
 from rollmill.tasks.rollout.config import RolloutConfig
-from rollmill.tasks.user_code.arguments import bind_arguments, make_argument_schema
+from rollmill.tasks.user_code.arguments import bind_arguments, make_argument_schema, name_arguments
 
 Split = Literal["train", "held_out"]
 HELD_OUT_MODULUS = 5
@@ -222,6 +222,9 @@ def make_environment(config: RolloutConfig) -> Environment:
     with guard_named(field, name, registered):
         if isinstance(factory, Configurable):
             arguments = bind_arguments(field, factory.from_config, config.environment.args, 1)
-            return factory.from_config(config, **arguments)
-        made: Environment = factory(**bind_arguments(field, factory, config.environment.args))
+            with name_arguments(field, config.environment.args):
+                return factory.from_config(config, **arguments)
+        arguments = bind_arguments(field, factory, config.environment.args)
+        with name_arguments(field, config.environment.args):
+            made: Environment = factory(**arguments)
     return made

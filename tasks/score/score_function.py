@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from rollmill.tasks.user_code.arguments import bind_arguments, list_altered_arguments
+from rollmill.tasks.user_code.arguments import bind_arguments, list_altered_arguments, name_arguments
 
 DEFAULT_VERSION = "1"
 _DIGEST_CHARACTERS = 8
@@ -85,7 +85,8 @@ def load_function(
     taker, n_positional = find_signature(found)
     bound = bind_arguments(field, taker, args, n_positional) if callable(taker) else {}
     if inspect.isclass(found):
-        made = taker(settings(), **bound) if n_positional else taker(**bound)
+        with name_arguments(field, args):
+            made = taker(settings(), **bound) if n_positional else taker(**bound)
         function = describe_function(made, name)
     else:
         function = describe_function(found, name, bound)

@@ -3,12 +3,13 @@
 pydantic, whose import is slow for a worker process, is imported for given arguments alone.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
-from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.errors import ConfigError, user_error_text
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -58,6 +59,18 @@ def bind_arguments(
             what = f"{name}: Input should be a number, not true or false"
             raise ConfigError(f"{field}.args", dict(given), f"{what}; it takes {_describe(parameters)}")
     return own | (found.model_extra or {})
+
+
+@contextmanager
+def name_arguments(field: str, given: Mapping[str, Any]) -> Iterator[None]:
+    """Make a ValueError of a plug-in that is created with arguments a ConfigError that names FIELD.args."""
+    try:
+        yield
+    except ValueError as error:
+        if not given:
+            raise
+        why = f"{type(error).__name__}: {user_error_text(error)}"
+        raise ConfigError(f"{field}.args", dict(given), why) from error
 
 
 def list_altered_arguments(
