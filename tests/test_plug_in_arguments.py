@@ -376,6 +376,23 @@ def test_a_value_that_a_constructor_refuses_is_named_as_an_argument(setting: str
         resolve(configure(setting, path("Negative"), {"limit": -1}))
 
 
+FORM = "a plug-in has its arguments in args: give a name, or {name: NAME, args: {ARGUMENT: VALUE}}"
+
+
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [
+        ("score.scorer.limit=5", "an argument is below args: give score.scorer.args.limit"),
+        ("score.scorer={name: exact, limit: 5}", FORM),
+        ("score.scorer={name: exact, arg: {limit: 5}}", FORM),
+        ("score={scorer: exact, args: {limit: 5}}", FORM),
+    ],
+)
+def test_arguments_in_a_wrong_place_are_refused_with_the_right_one(word: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{re.escape(remedy)}$"):
+        parse_settings(RunConfig, apply_overrides({"score": {"scorer": "exact"}}, (word,)))
+
+
 def sum_of(*args: object) -> RunConfig:
     terms = [{"scorer": {"name": path("Scaled"), "args": each}} for each in args]
     return parse_settings(RunConfig, {"score": {"sum": terms}})

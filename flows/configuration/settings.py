@@ -22,6 +22,7 @@ from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.run.immutable_settings import get_setting
 from rollmill.tasks.train.config import TrainConfig, settings_by_step
+from rollmill.tasks.user_code.plug_in import FORM, PlugIn
 
 HIDDEN = "***"
 NAMES_VARIABLE = (
@@ -224,7 +225,11 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
             values[section] = {"name": given}
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
-            raise ConfigError("--set", override, f"{section} is a single setting, not a section")
+            remedy = f"{section} is a single setting, not a section"
+            parent = key.rpartition(".")[0]
+            if _is_plug_in(parent):
+                remedy = f"an argument is below args: give {parent}.args.{name}"
+            raise ConfigError("--set", override, remedy)
     values[name] = parse_value(text)
 
 
@@ -242,9 +247,18 @@ def parse_value(text: str) -> Any:
     return value
 
 
+def _is_plug_in(field: str) -> bool:
+    """Return True for the name of a setting that names a plug-in, of one environment too."""
+    names = (name for name, each in _fields(RunConfig) if each.annotation is PlugIn)
+    return any(f".{field}".endswith(f".{name}") for name in names)
+
+
 def _suggest(model: type[StageConfig], field: str, error: ErrorDetails) -> str:
     """Return "; did you mean NAME?" with a similar setting or choice; empty for none, or for other kinds of errors."""
     if error["type"] == "extra_forbidden":
+        section, _, last = field.rpartition(".")
+        if _is_plug_in(section) or last == "args":
+            return f"; a plug-in has its arguments in args: {FORM}"
         names = list(settings(model))
         return _suggest_setting(field, [*names, *{name.rpartition(".")[0] for name in names} - {""}])
     if error["type"] == "literal_error":
