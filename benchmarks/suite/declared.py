@@ -355,7 +355,8 @@ WHOLE = (
                 "s",
                 1.0,
                 known_miss=KnownMiss(
-                    2.0, "half of it is Prefect's engine for the task runs, as flow_cpu_events_s shows"
+                    2.0,
+                    "two fifths are Prefect's engine for the task runs: flow_cpu_events_s is without them",
                 ),
             ),
             Figure("server_cpu_s", "s"),

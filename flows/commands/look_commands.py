@@ -1,12 +1,17 @@
 """The panel "Look" of `rollmill --help`: commands that read a run and change nothing."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rollmill.flows.commands.options import AsJson, RunLocation
 from rollmill.tasks.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rollmill.tasks.look.tables.selection import Selection
+    from rollmill.tasks.look.tables.view import View
+    from rollmill.tasks.store.folders import RunFolder
 
 PANEL = "Look"
 commands = typer.Typer()
@@ -100,12 +105,6 @@ def inspect(
     from rollmill.tasks.look.terminal.output import print_json, print_view
     from rollmill.tasks.store.run.run_search import find_run
 
-    # Only the costs need the modules that read spans, which take long to import.
-    if costs:
-        from rollmill.tasks.look.tables.cost_view import select_costs_view as select
-    else:
-        from rollmill.tasks.look.tables.run_tables import select_view as select
-
     selection = Selection(
         level=parse_level(steps=steps, groups=groups, trajectories=trajectories, costs=costs),
         steps=Interval.parse("--step", step) if step else None,
@@ -118,11 +117,22 @@ def inspect(
         sort=sort,
         limit=0 if limit is None and as_json else limit,
     )
-    shown = select(find_run(run), selection)
+    shown = _select(find_run(run), selection, costs=costs)
     if as_json:
         print_json(shown.values)
     else:
         print_view(shown)
+
+
+def _select(folder: "RunFolder", selection: "Selection", *, costs: bool) -> "View":
+    # Only the costs need the modules that read spans, which take long to import.
+    if costs:
+        from rollmill.tasks.look.tables.cost_view import select_costs_view
+
+        return select_costs_view(folder, selection)
+    from rollmill.tasks.look.tables.run_tables import select_view
+
+    return select_view(folder, selection)
 
 
 @commands.command(rich_help_panel=PANEL)
