@@ -17,6 +17,8 @@ import polars as pl
 import pytest
 from stored_policies import draw_rewards, make_policy
 
+from rollmill.flows.configuration.recipe import start_model_folder
+from rollmill.flows.configuration.settings import load
 from rollmill.flows.policies.policy_gate import PolicyGate
 from rollmill.flows.policies.promotion import promote_policy
 from rollmill.tasks.store.folders import RunFolder
@@ -130,7 +132,7 @@ def test_policies_without_an_evaluation_are_evaluated_under_the_candidates_setti
     done = workplace.run("evaluate", "small", "--name", "candidate", *settings)
     assert done.returncode == 0, done.stdout
     runs = workplace.folder / "runs"
-    (model,) = (each for each in (workplace.folder / "models").iterdir() if each.is_dir())
+    model = workplace.folder / start_model_folder(load(str(workplace.folder / "conf" / "small.yaml")))
     shutil.copytree(runs / "candidate", runs / "production")
     shutil.rmtree(runs / "production" / "evaluations")
     for name in ("candidate", "production"):
