@@ -217,7 +217,8 @@ def _notes(default: Any, limits: Mapping[str, Any], *, fixed: bool) -> list[str]
     if isinstance(default, bool):
         notes.append(f"Default: {'on' if default else 'off'}.")
     elif (
-        not callable(default)
+        default is not ...
+        and not callable(default)
         and str(default) not in ("", "()")
         and len(str(default)) <= LONGEST_DEFAULT
         and not isinstance(default, StageConfig)

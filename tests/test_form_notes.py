@@ -12,6 +12,7 @@ class Example(StageConfig):
     share_s: float = setting(0.5, "Share.", gt=0.0, le=1.0, fixed=True)
     names: tuple[str, ...] = setting((), "Names.")
     is_on: bool = setting(True, "Whether.")
+    path: str = setting(..., "Where.")
 
 
 def properties(model: type[StageConfig] = Example) -> dict[str, Any]:
@@ -27,6 +28,7 @@ def test_range_default_and_permanence_are_in_the_description_of_the_form_alone()
 
 def test_a_default_that_says_nothing_is_left_out() -> None:
     assert properties()["names"]["description"] == "Names."
+    assert properties()["path"]["description"] == "Where."
     assert properties()["is_on"]["description"] == "Whether. Default: on."
 
 

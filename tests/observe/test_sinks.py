@@ -10,7 +10,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from mlflow.tracking import MlflowClient  # here: later tests put another module mlflow first on the path
 from tensorboardX.proto.event_pb2 import Event
 from wandb.proto.wandb_internal_pb2 import Record
 
@@ -78,6 +77,8 @@ async def test_tensorboards_files_have_each_step_once_however_often_a_run_is_res
 def test_mlflow_resumes_the_run_of_the_same_id_stores_no_step_twice_and_has_its_status(
     tmp_path: Path,
 ) -> None:
+    from mlflow.tracking import MlflowClient  # not for all tests that are collected: it takes seconds
+
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     settings = SinkSettings("ab", "small", mlflow_uri=uri, experiment="tests")
     client, statuses = MlflowClient(uri), list[str]()

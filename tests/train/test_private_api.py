@@ -2,6 +2,8 @@
 
 import importlib
 import inspect
+import subprocess
+import sys
 
 import deepspeed
 import pytest
@@ -47,6 +49,13 @@ ATTRIBUTES = [
     ("deepspeed.utils.tensor_fragment", "param_group_index"),
 ]
 """Set on instances, so that a library's source alone shows them."""
+
+
+@pytest.mark.slow
+def test_deepspeed_is_imported_without_mlflow_which_others_can_import_later() -> None:
+    code = "import sys; from rollmill.tasks.train.engine import private_deepspeed; print('mlflow' in sys.modules); import mlflow"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, text=True)
+    assert (shown.stdout.splitlines()[-1:], shown.returncode) == (["False"], 0), shown.stderr
 
 
 @pytest.mark.parametrize(("module", "name"), SYMBOLS)

@@ -27,6 +27,10 @@ sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type] # None: not to 
 
 import deepspeed  # noqa: E402 - after that line
 
+if sys.modules["mlflow"] is None:
+    # Whoever imports it later in this process gets it.
+    del sys.modules["mlflow"]
+
 __all__ = ["deepspeed"]
 
 SEEN_IN = "0.19.8"
