@@ -213,7 +213,7 @@ def ratio_warning(config: RunConfig, step: int, metrics: Sequence[Metric]) -> st
     """Return a warning if trainer and servers give a step's sampled tokens other probabilities where they must not; else empty.
 
     They are equal, but for rounding, where a step trains the policy version that sampled it from the distribution that is trained;
-    stored rollouts of other runs are of other policies.
+    stored rollouts of earlier steps or of other runs are of other policies.
     """
     is_exact = config.train.dtype == config.serve.dtype == "float32"
     threshold = RATIO_THRESHOLD if is_exact else HALF_RATIO_THRESHOLD
@@ -224,7 +224,8 @@ def ratio_warning(config: RunConfig, step: int, metrics: Sequence[Metric]) -> st
         else (MISMATCH, "the difference of log-probabilities")
     )
     found = [each.value for each in metrics if (each.name, each.env, each.stat) == (name, ALL, "mean")]
-    is_other = config.rollout.max_staleness or config.retrain.sources or list_altered(config)
+    is_stale = config.rollout.max_staleness or config.rollout.replay.share or config.retrain.sources
+    is_other = is_stale or list_altered(config)
     if is_other or not found or found[0] <= threshold:
         return ""
     return (

@@ -38,6 +38,7 @@ def test_rounding_is_no_reason_to_warn() -> None:
     "sections",
     [
         {"rollout": {"max_staleness": 1}},
+        {"rollout": {"replay": {"share": 0.25}}},
         {"retrain": {"sources": ["runs/others"]}},
         {"train": {"old_logprobs": "trainer"}},
     ],
