@@ -152,12 +152,17 @@ class GroupActor:
         self._recorder = Recorder(FLOW)
         self._n_calls = count()
         self._stack = AsyncExitStack()
+        self._joined = JoinedRun(self._folder, start.run, start.epoch, start.name)
         self._steps: dict[int, ActorStep] = {}
         # Rollouts that are not scored yet, by group; the oldest first.
         self._kept: dict[int, Rows] = {}
 
-    async def do(self, method: str, arguments: bytes) -> bytes:
-        """Call a method by its name, with pickled arguments; returns its pickled result."""
+    async def do(self, method: str, arguments: bytes, next_shard: int = 0) -> bytes:
+        """Call a method by its name, with pickled arguments; returns its pickled result.
+
+        `next_shard` is the number that the flow's next shard gets: what is stored from now on sorts after what the flow has replaced.
+        """
+        self._joined.writer.count_from(next_shard)
         return pickle.dumps(await getattr(self, method)(*pickle.loads(arguments)))
 
     async def open(self, changes: Changes) -> ActorReply[int]:
@@ -166,9 +171,7 @@ class GroupActor:
         self._happenings = Happenings()
         self._pool = FollowingPool(self._happenings, self._config, f"actor {start.name}")
         with self._record():
-            self._joined = await self._stack.enter_async_context(
-                JoinedRun(self._folder, start.run, start.epoch, start.name)
-            )
+            await self._stack.enter_async_context(self._joined)
             self._stack.push_async_callback(self._pool.close)
             rollout = self._config.rollout
             tokenizer = await asyncio.to_thread(
