@@ -292,6 +292,25 @@ def redone_run(small_run: RunFolder, tmp_path: Path) -> RunFolder:
 
 
 @pytest.fixture
+def several_answers(small_run: RunFolder, tmp_path: Path) -> RunFolder:
+    """The same run with two sampled answers to each held-out prompt, in runs/several of a folder; the second gets half in version 0."""
+    folder = RunFolder(tmp_path / "runs" / "several")
+    shutil.copytree(small_run.local, folder.local)
+    for version in (0, STEPS):
+        rows = read(folder, "evaluations", version=version)
+        first = rows.filter(~pc.field("greedy")).to_pylist()
+        reward = 1.0 if version else 0.5
+        second = [
+            row | {"trajectory_id": f"{row['trajectory_id']}2", "sample": 2, "reward": reward}
+            for row in first
+        ]
+        made = pa.RecordBatch.from_pylist(second, schema=rows.schema)
+        write = partial(write_shard, name=ShardName(2, 0), dataset="evaluations", appended=[made])
+        open_files(folder).publish(partition_folder("evaluations", {"version": version}), write)
+    return folder
+
+
+@pytest.fixture
 def small_run_on_s3(
     small_run: RunFolder, s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> RunFolder:

@@ -18,6 +18,7 @@ from rollmill.tasks.look.tables.selection import Interval, Selection
 from rollmill.tasks.look.web import app as web_server
 from rollmill.tasks.look.web import run_data
 from rollmill.tasks.look.web.app import make_app, render_page
+from rollmill.tasks.look.web.pages import compare_page
 from rollmill.tasks.look.web.run_data import RowCache, RunData
 from rollmill.tasks.look.web.urls import Query
 from rollmill.tasks.store.folders import RunFolder
@@ -136,6 +137,24 @@ def test_scorers_are_compared_by_trajectory_and_versions_by_prompt(source: RunDa
     both = show(source, "/pair/v0.1.greedy/v3.1.greedy")
     assert "policy version 0, greedy" in both
     assert "policy version 3, greedy" in both
+
+
+def test_several_answers_to_a_held_out_prompt_are_paired_by_their_seed(
+    several_answers: RunFolder, rollmill: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Scores beyond so many are limited to the newest steps; evaluations have versions instead.
+    monkeypatch.setattr(compare_page, "MOST_ROWS", 1)
+    source = RunData(several_answers, 0.0, run_tokenizer)
+    held_out = show(source, "/compare", "?a=v0&b=v3")
+    assert (
+        "sampled: 1 prompt in both; mean reward 0.750 of v0 and 1.000 of v3; v3 is higher for 1" in held_out
+    )
+    rows = compare_page.read_comparison(source, Query.of("?a=v0&b=v3"), 0, 10).rows
+    assert [row["prompt"] for row in rows] == ["0 sampled2", "0 greedy", "1 greedy", "0 sampled"]
+    assert all(row["first"].removeprefix("v0.") == row["second"].removeprefix("v3.") for row in rows)
+    assert "policy version 3, sampled" in show(source, "/trajectory/v3.1.sampled2")
+    shown = rollmill("show", str(several_answers.local), "5eed5eed5eed5eed.v3.1.sampled2", "--json")
+    assert json.loads(shown)["trajectory"] == "v3.1.sampled2"
 
 
 def test_a_run_without_a_rollout_waits_for_it_and_a_removed_one_says_so(

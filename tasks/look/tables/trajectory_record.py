@@ -18,7 +18,7 @@ from rollmill.tasks.store.reader import list_steps, scan
 NEAR = 5
 """Most ids that an error suggests."""
 _SAMPLED = re.compile(r"(\d+)\.(\d{1,9})(?:\.(\d{1,9}))?")
-_EVALUATED = re.compile(r"v(\d+)\.\d+\.(?:greedy|sampled)")
+_EVALUATED = re.compile(r"v(\d+)\.\d+\.(?:greedy|sampled\d*)")
 ANNOTATED = ("logprobs", "entropy", "ratio", "clipped")
 _JSON_COLUMNS = ("messages", "example", "outcome", "components")
 

@@ -120,40 +120,42 @@ def _rows(source: RunData, query: Query) -> pl.DataFrame:
     else:
         parts = [source.shelf.rows("scores", COMPARED_SCORE_COLUMNS, scorer=each) for each in (a, b)]
 
+    def sort(joined: pl.DataFrame) -> pl.DataFrame:
+        joined = joined.with_columns((pl.col("b") - pl.col("a")).alias("difference"))
+        return joined.sort(pl.col("difference").abs(), descending=True, nulls_last=True, maintain_order=True)
+
     def join() -> pl.DataFrame:
         # A held-out answer without a reward counts as 0, as in the mean of an evaluation.
         missing = 0.0 if is_version(a) else None
         first, second = (part.with_columns(pl.col("reward").fill_nan(missing)) for part in parts)
-        if selection.steps and not is_version(a):
+        if is_version(a):
+            return sort(_join_held_out(first, second))
+        if selection.steps:
             steps = pl.col("step").is_between(selection.steps.low, selection.steps.high)
             first, second = first.filter(steps), second.filter(steps)
         elif len(first) > MOST_ROWS:
             newest = first["step"].sort(descending=True)[MOST_ROWS]
             first, second = first.filter(pl.col("step") > newest), second.filter(pl.col("step") > newest)
-        if is_version(a):
-            joined = _join_held_out(first, second)
-        else:
-            # A rescored trajectory may have two rows of one scorer, which would pair up to four.
-            first, others = first.unique("trajectory_id", maintain_order=True), second.unique("trajectory_id")
-            joined = first.rename({"reward": "a"}).join(
-                others.select("trajectory_id", b="reward"), on="trajectory_id", maintain_order="left"
-            )
-            joined = joined.rename({"trajectory_id": "trajectory"})
-        joined = joined.with_columns((pl.col("b") - pl.col("a")).alias("difference"))
-        return joined.sort(pl.col("difference").abs(), descending=True, nulls_last=True, maintain_order=True)
+        # A rescored trajectory may have two rows of one scorer, which would pair up to four.
+        first, others = first.unique("trajectory_id", maintain_order=True), second.unique("trajectory_id")
+        joined = first.rename({"reward": "a"}).join(
+            others.select("trajectory_id", b="reward"), on="trajectory_id", maintain_order="left"
+        )
+        return sort(joined.rename({"trajectory_id": "trajectory"}))
 
     rows: pl.DataFrame = source.derive(("compared", a, b, selection.steps), parts, join)
     return rows
 
 
 def _join_held_out(first: pl.DataFrame, second: pl.DataFrame) -> pl.DataFrame:
-    keys = ["group", "greedy", "example_id"]
-    joined = first.rename({"reward": "a", "trajectory_id": "first"}).join(
-        second.rename({"reward": "b", "trajectory_id": "second"}), on=keys, maintain_order="left"
+    # The end of an id names the answer to a prompt: greedy, sampled, sampled2.
+    answer = pl.col("trajectory_id").str.extract(r"(\d+\.\w+)$").str.replace(".", " ", literal=True)
+    first, second = (part.with_columns(answer.alias("prompt")) for part in (first, second))
+    return first.rename({"reward": "a", "trajectory_id": "first"}).join(
+        second.rename({"reward": "b", "trajectory_id": "second"}),
+        on=["group", "greedy", "example_id", "prompt"],
+        maintain_order="left",
     )
-    number = pl.col("first").str.extract(r"(\d+)\.\w+$")
-    kind = pl.when("greedy").then(pl.lit("greedy")).otherwise(pl.lit("sampled"))
-    return joined.with_columns(pl.format("{} {}", number, kind).alias("prompt"))
 
 
 def _difference(both: pl.DataFrame) -> str:
@@ -173,7 +175,9 @@ def _summarize(rows: pl.DataFrame, a: str, b: str) -> list[str]:
         return [
             summarize_pairs(rows, a, b, ("prompt", "") if is_version(a) else ("trajectory", "trajectories"))
         ]
-    kinds = {"sampled": rows.filter(~pl.col("greedy")), "greedy": rows.filter("greedy")}
+    # Intervals count prompts: the sampled answers to one are alike.
+    prompts = rows.group_by("group", "greedy", "example_id").agg(pl.col("a", "b", "difference").mean())
+    kinds = {"sampled": prompts.filter(~pl.col("greedy")), "greedy": prompts.filter("greedy")}
     return [
         f"{kind}: {summarize_pairs(each, a, b, ('prompt', ''))}"
         for kind, each in kinds.items()
