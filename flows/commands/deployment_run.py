@@ -81,6 +81,6 @@ def _clear_folder(name: str, config: RunConfig, deployment: DeploymentResponse, 
         return
     if again and is_finished(folder):
         check_movable(folder)
-        move_aside(folder)
+        move_aside(folder, config.store)
     else:
         check_resumable(folder, config)

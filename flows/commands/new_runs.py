@@ -163,7 +163,7 @@ def run_in_folder(
     def make_room() -> None:
         # Only once there is a Prefect server: without one the finished run keeps its name.
         if is_replaced:
-            move_aside(folder)
+            move_aside(folder, config.store)
 
     with record_command():
         with span("checking"):

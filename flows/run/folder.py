@@ -8,8 +8,10 @@ from pydantic import Field
 from rollmill.flows.configuration.config import AnnotateConfig, RescoreConfig, RunConfig
 from rollmill.flows.configuration.settings import find_fixed_settings
 from rollmill.tasks.errors import ConfigError, RunFinishedError
+from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.run.immutable_settings import check_immutable
+from rollmill.tasks.store.run.lock import LOCK_TIMEOUT_S, lock_run
 from rollmill.tasks.store.run.manifest import has_manifest, list_dependents, read_manifest
 from rollmill.tasks.store.run.resume import list_complete_checkpoints, list_done_steps
 from rollmill.tasks.store.run.writable_run import check_run_kind
@@ -88,12 +90,22 @@ def check_movable(folder: RunFolder) -> None:
         raise ConfigError("--again", True, remedy)
 
 
-def move_aside(folder: RunFolder) -> None:
-    """Rename a run's folder to NAME-N, with the smallest N from 1 that is free."""
-    n = 1
-    while (moved := folder.local.with_name(f"{folder.name}-{n}")).exists():
-        n += 1
-    folder.local.rename(moved)
+def move_aside(folder: RunFolder, config: StoreConfig, *, timeout_s: float = LOCK_TIMEOUT_S) -> None:
+    """Rename a finished run's folder to NAME-N, with the smallest N from 1 that is free; a run that is not finished stays.
+
+    Raises:
+        RunLockedError: another process writes to the run, and does not end within `timeout_s`.
+    """
+    lock = lock_run(folder, config, timeout_s=timeout_s)
+    try:
+        # Another command may have begun the new run meanwhile.
+        if is_finished(folder):
+            n = 1
+            while (moved := folder.local.with_name(f"{folder.name}-{n}")).exists():
+                n += 1
+            folder.local.rename(moved)
+    finally:
+        lock.release()
 
 
 # Means the newest version that has a checkpoint.

@@ -6,9 +6,10 @@ import pytest
 
 from rollmill.flows.configuration.settings import describe, load, settings
 from rollmill.flows.run.folder import check_movable, check_resumable, is_finished, move_aside, run_folder
-from rollmill.tasks.errors import ConfigError, RunFinishedError, RunMismatchError
+from rollmill.tasks.errors import ConfigError, RunFinishedError, RunLockedError, RunMismatchError
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.lock import lock_run
 from rollmill.tasks.store.run.manifest import Manifest, write_manifest
 from rollmill.tasks.store.schemas import SCHEMA_VERSION
 
@@ -97,10 +98,26 @@ def test_a_run_is_renamed_to_the_first_free_name(tmp_path: Path) -> None:
     (tmp_path / "quickstart-1").mkdir()
     create_run(tmp_path, "finished")
     assert is_finished(run_folder("quickstart", given))
-    move_aside(run_folder("quickstart", given))
+    move_aside(run_folder("quickstart", given), given.store)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["quickstart-1", "quickstart-2"]
     create_run(tmp_path, "running")
     assert not is_finished(run_folder("quickstart", given))
+
+
+def test_a_run_that_is_written_to_keeps_its_name(tmp_path: Path) -> None:
+    given = load("quickstart", (f"store.root={tmp_path}",))
+    create_run(tmp_path, "finished")
+    folder = run_folder("quickstart", given)
+    # As rescore and annotate hold it.
+    lock = lock_run(folder, given.store)
+    with pytest.raises(RunLockedError, match="end that one first"):
+        move_aside(folder, given.store, timeout_s=0.0)
+    lock.release()
+    move_aside(folder, given.store)
+    create_run(tmp_path, "running")
+    # Another command with --again has begun the new run meanwhile.
+    move_aside(folder, given.store)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["quickstart", "quickstart-1"]
 
 
 def test_fewer_steps_than_are_done_are_refused(tmp_path: Path) -> None:

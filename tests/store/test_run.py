@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -104,6 +105,30 @@ def test_a_run_waits_for_the_lock_up_to_its_timeout(tmp_path: Path) -> None:
         os._exit(1)
     first.release()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def count_open(path: Path) -> int:
+    """Count this process's descriptors of a file."""
+    found = 0
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found += each.readlink() == path
+    return found
+
+
+def test_who_waits_for_a_run_that_is_renamed_locks_the_folder_of_its_name(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "a")
+    first = lock_run(folder, StoreConfig(), timeout_s=0.0)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(lock_run, folder, StoreConfig(), timeout_s=30.0)
+        while count_open(folder.lock) < 2:
+            pass
+        folder.local.rename(tmp_path / "a-1")
+        first.release()
+        second = waiting.result()
+    assert is_written_to(folder)
+    assert not is_written_to(RunFolder(tmp_path / "a-1"))
+    second.release()
 
 
 def test_a_forked_child_that_outlives_a_killed_owner_does_not_hold_its_lock(tmp_path: Path) -> None:

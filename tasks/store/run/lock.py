@@ -184,20 +184,25 @@ class FolderLock:
 
         `path` is the file to lock; None: RUN/lock.
         """
-        try:
-            (path or folder.lock).parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.ExitStack() as on_failure:
-                # Whoever can read a file can lock it.
-                descriptor = os.open(path or folder.lock, os.O_RDWR | os.O_CREAT, 0o600)
-                on_failure.callback(os.close, descriptor)
-                _wait_for_lock(descriptor, path or folder.lock, folder, timeout_s)
-                # For the error of a process that finds the run locked; the lock itself is the kernel's.
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, LockHolder.this_process().model_dump_json().encode(), 0)
-                on_failure.pop_all()
-        except OSError as error:
-            raise unwritable_error(error, folder, root) from error
-        return cls(descriptor)
+        path, deadline = path or folder.lock, time.monotonic() + timeout_s
+        while True:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with contextlib.ExitStack() as on_failure:
+                    # Whoever can read a file can lock it.
+                    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+                    on_failure.callback(os.close, descriptor)
+                    _wait_for_lock(descriptor, path, folder, deadline)
+                    # The folder may have been renamed meanwhile, with its lock.
+                    with contextlib.suppress(FileNotFoundError):
+                        if os.path.samestat(os.fstat(descriptor), path.stat()):
+                            # For the error of a process that finds the run locked; the lock itself is the kernel's.
+                            os.ftruncate(descriptor, 0)
+                            os.pwrite(descriptor, LockHolder.this_process().model_dump_json().encode(), 0)
+                            on_failure.pop_all()
+                            return cls(descriptor)
+            except OSError as error:
+                raise unwritable_error(error, folder, root) from error
 
     def check(self) -> None:
         """Do nothing: a held flock cannot be lost."""
@@ -240,8 +245,7 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
-def _wait_for_lock(descriptor: int, path: Path, folder: RunFolder, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
+def _wait_for_lock(descriptor: int, path: Path, folder: RunFolder, deadline: float) -> None:
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
