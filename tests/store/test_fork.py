@@ -14,9 +14,9 @@ from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.filesystem import open_files, publish_text, read_text
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import read
-from rollmill.tasks.store.run.fork_copy import fork_run
+from rollmill.tasks.store.run.fork_copy import bring_checkpoint, fork_run
 from rollmill.tasks.store.run.manifest import read_manifest, write_manifest
-from rollmill.tasks.store.run.resume import ResumePoint, find_resume_point
+from rollmill.tasks.store.run.resume import ResumePoint, find_resume_point, list_complete_checkpoints
 from rollmill.tasks.store.run.step_settings import list_setting_changes
 from rollmill.tasks.store.run.writable_run import OpenRun
 
@@ -78,6 +78,26 @@ async def test_files_on_the_same_disk_are_not_copied(tmp_path: Path, rows: RowMa
         "checkpoints/version=000003/state/weights.pt",
     ):
         assert inode(source, key) == inode(target, key)
+
+
+async def test_a_checkpoint_that_the_source_removes_while_it_is_forked_is_replaced_by_the_one_before(
+    tmp_path: Path, rows: RowMaker
+) -> None:
+    source, target = RunFolder(tmp_path / "source"), RunFolder(tmp_path / "target")
+    brought: list[str] = []
+
+    def bring(key: str) -> None:
+        brought.append(key)
+        if "version=000003" in key:
+            run.files.remove(["checkpoints/version=000003/COMPLETE.json"])
+
+    with await train_run(source, rows) as run:
+        bring_checkpoint(source, 4, "new", open_files(target), bring)
+        assert [key.split("/")[1] for key in brought] == ["version=000003", "version=000001"]
+        assert list_complete_checkpoints(target) == [1]
+        run.files.remove(["checkpoints/version=000001/COMPLETE.json"])
+        bring_checkpoint(source, 4, "new", open_files(target), bring)
+        assert len(brought) == 2
 
 
 async def test_a_fork_that_was_killed_is_finished_by_the_same_command_and_by_no_other(

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollmill.tasks.errors import ConfigError, StoreError
+from rollmill.tasks.errors import ConfigError, ShardGoneError, StoreError
 from rollmill.tasks.store.checkpoints.checkpoint_marker import read_marker
 from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.filesystem import Files, open_files, publish_text
@@ -75,7 +75,7 @@ def fork_run(
             write_manifest(files, manifest, stored)
             bring = partial(_copy_file, source, target, files)
             _copy_rows(source, step, bring)
-            _copy_checkpoint(source, step, manifest.run, files, bring)
+            bring_checkpoint(source, step, manifest.run, files, bring)
             write_manifest(files, replace(manifest, status="running"), manifest)
     finally:
         lock.release()
@@ -138,13 +138,34 @@ def _list_shards_before(files: Files, dataset: str, step: int) -> list[str]:
     return found
 
 
-def _copy_checkpoint(
+def bring_checkpoint(
     source: RunFolder, step: int, run: str, target: Files, bring: Callable[[str], None]
 ) -> None:
-    """Copy the newest complete checkpoint up to version `step`; its marker, with the new run's id, is written last."""
-    version = max((each for each in list_complete_checkpoints(source) if each <= step), default=None)
-    if version is None:
-        return
+    """Bring the newest complete checkpoint up to version `step`; its marker, with the id `run`, is written last.
+
+    If the source, which may be running, removes the checkpoint meanwhile, the one before takes its place.
+
+    Raises:
+        ShardGoneError: a file is missing of a checkpoint that is not removed.
+    """
+    version = None
+    while True:
+        before, stored = version, list_complete_checkpoints(source)
+        version = max((each for each in stored if each <= step), default=None)
+        if version is None:
+            return
+        try:
+            _copy_checkpoint(source, version, run, target, bring)
+        except ShardGoneError:
+            if version == before:
+                raise
+        else:
+            return
+
+
+def _copy_checkpoint(
+    source: RunFolder, version: int, run: str, target: Files, bring: Callable[[str], None]
+) -> None:
     files, folder = open_files(source), checkpoint_key(version)
     marker = f"{folder}/{CHECKPOINT_MARKER}"
     for key in files.keys(f"{folder}/**/*"):
