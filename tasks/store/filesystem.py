@@ -223,7 +223,10 @@ class LocalFiles:
         publish_text(self, key, text)
 
     def keys(self, pattern: str) -> list[str]:
-        return sorted(path.relative_to(self._root).as_posix() for path in self._root.glob(pattern))
+        while True:
+            # A folder of a removed checkpoint may vanish while it is listed.
+            with contextlib.suppress(FileNotFoundError):
+                return sorted(path.relative_to(self._root).as_posix() for path in self._root.glob(pattern))
 
     def sizes(self, pattern: str) -> dict[str, int]:
         found = {}

@@ -1,6 +1,8 @@
 """Checkpoints of a run on S3: uploaded file by file, the marker last; fetched where they are missing; old ones go."""
 
 import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -169,3 +171,20 @@ def test_old_checkpoints_and_leftovers_of_killed_writers_are_removed(
     assert list_complete_checkpoints(folder) == [4, 6, 8]
     assert list_checkpoints(folder) == [4, 6, 8, 9]
     assert remove_checkpoints(folder, open_files(folder), keep=2, keep_every=4) == []
+
+
+def test_checkpoints_are_listed_while_others_are_removed(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    files = open_files(folder)
+
+    def write_and_remove() -> None:
+        for version in range(400):
+            (folder.checkpoint(version) / "state").mkdir(parents=True)
+            shutil.rmtree(folder.checkpoint(version))
+
+    with ThreadPoolExecutor() as pool:
+        removing = pool.submit(write_and_remove)
+        while not removing.done():
+            assert set(list_checkpoints(folder)) <= set(range(400))
+            assert files.sizes("checkpoints/**/*") == {}
+        removing.result()
