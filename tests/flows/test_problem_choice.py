@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,43 @@ async def test_a_step_that_is_not_stored_whole_is_no_history_yet(tmp_path: Path)
         await run.store.writer.append("groups", rows, step=1)
         history.read_until(2)
         assert history.frame(0, 2)["visits"].sum() == N_GROUPS
+
+
+async def store_groups(run: Run, step: int, *groups: int) -> None:
+    """Store groups of a step, as if they had been sampled; step 0 is collected."""
+    outcome = read(run.folder, "groups", step=0).to_pylist()[0] | {"step": step}
+    for group in groups:
+        columns = {name: [value] for name, value in (outcome | {"group": group}).items()}
+        await run.store.writer.store("groups", make_batch("groups", columns), step=step)
+
+
+async def test_a_refill_that_is_planned_after_all_groups_were_stored_is_history_too(tmp_path: Path) -> None:
+    async with open_choosing(tmp_path, problem_weight="1", max_refill_groups=2) as run:
+        await collect(run, 0)
+        history = run.problems._history
+        planned = run.problems.plan(1)
+        await run.store.writer.store("plans", make_plan_rows(run.id, 1, [planned]), step=1)
+        await store_groups(run, 1, *range(planned.first, planned.first + N_GROUPS))
+        # Another step is planned now, before a refill takes the place of the last of these groups.
+        history.read_until(2)
+        before = history.frame(0, 2)["visits"].sum()
+        refill = run.problems.plan_refill(1, [planned], planned.first)
+        await run.store.writer.store("plans", make_plan_rows(run.id, 1, [refill]), step=1)
+        await store_groups(run, 1, refill.first)
+        history.read_until(3)
+        assert history.frame(0, 3)["visits"].sum() == before + 1
+
+
+async def test_a_step_that_ends_after_a_later_one_is_not_the_last_visit(tmp_path: Path) -> None:
+    async with open_choosing(tmp_path, problem_weight="1") as run:
+        await collect(run, 0)
+        history = run.problems._history
+        plans = {step: replace(run.problems.plan(step), problems=(0, 1, 2, 3)) for step in (1, 2)}
+        for step in (2, 1):
+            await run.store.writer.store("plans", make_plan_rows(run.id, step, [plans[step]]), step=step)
+            await store_groups(run, step, *range(plans[step].first, plans[step].first + N_GROUPS))
+            history.read_until(3)
+        assert history.frame(0, 3)["steps_ago"].to_list()[:4] == [1] * 4
 
 
 async def test_the_longest_groups_begin_first(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What a run has seen of each problem of its environments so far, from its stored groups."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
@@ -12,6 +13,8 @@ from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import list_steps, scan
 from rollmill.tasks.store.run.group_ranges import drawn_problems, group_numbers, read_plan
 from rollmill.tasks.store.run.group_shares import GroupShares
+from rollmill.tasks.store.run.manifest import read_manifest
+from rollmill.tasks.store.run.resume import list_done_steps
 
 Floats = npt.NDArray[np.float64]
 # Numbers a problem of an environment, given the environment and how many of its problems come before.
@@ -48,7 +51,8 @@ class _Visits:
 
     def add(self, problems: npt.NDArray[np.int64], step: int, rows: pl.DataFrame) -> None:
         np.add.at(self.n, problems, 1)
-        self.last_step[problems] = step
+        # A later step may have been added before.
+        np.maximum.at(self.last_step, problems, step)
         for name, column in _MEASURES.items():
             values = rows[column].to_numpy()
             is_known = np.isfinite(values)
@@ -79,35 +83,41 @@ class ProblemHistory:
     sizes: Sequence[int]
     number_problem: NumberProblem
     _visits: list[_Visits] = field(init=False)
-    _seen: set[int] = field(default_factory=set)
+    _added: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    _done: set[int] = field(default_factory=set)
     _reading: Lock = field(default_factory=Lock)
 
     def __post_init__(self) -> None:
         self._visits = [_Visits.none(size) for size in self.sizes]
 
     def read_until(self, step: int) -> None:
-        """Add the steps before `step` that were not added, and whose groups are all stored."""
+        """Add the groups that were not added, of the steps before `step` whose groups are all stored."""
         with self._reading:
+            # A refill may still be added to the plan of a step that is not done.
+            done = {*list_done_steps(self.folder, read_manifest(self.folder))}
             for each in list_steps(self.folder, "plans"):
-                if each < step and each not in self._seen:
-                    self._read(each)
+                if each < step and each not in self._done and self._read(each) and each in done:
+                    self._done.add(each)
+                    del self._added[each]
 
-    def _read(self, step: int) -> None:
+    def _read(self, step: int) -> bool:
+        """Add the groups of a step that were not added, and return True, if all groups of its plan are stored."""
         ranges = read_plan(self.folder, step)
         columns = ["group", "subgroup", *_MEASURES.values()]
         rows = scan(self.folder, "groups", columns, step=step).collect()
         # A scorer may have split a group: it is one visit, of which the first part counts.
         rows = rows.sort("group", "subgroup").unique("group", keep="first", maintain_order=True)
         if not {*group_numbers(ranges)} <= {*rows["group"]}:
-            return
-        self._seen.add(step)
-        drawn = drawn_problems(ranges)
-        groups = rows["group"].to_list()
+            return False
+        rows = rows.filter(~pl.col("group").is_in(self._added[step]))
+        groups, drawn = rows["group"].to_list(), drawn_problems(ranges)
+        self._added[step] |= {*groups}
         environments = np.array([self.shares.environment(group) for group in groups])
-        problems = np.array([self.find_problem(group, drawn) for group in groups])
+        problems = np.array([self.find_problem(group, drawn) for group in groups], np.int64)
         for environment, visits in enumerate(self._visits):
             of_it = environments == environment
             visits.add(problems[of_it], step, rows.filter(pl.Series(of_it)))
+        return True
 
     def find_problem(self, group: int, drawn: Mapping[int, int]) -> int:
         """Return the index of a group's problem in its environment: the drawn one, or that which follows from its number."""
