@@ -10,7 +10,7 @@ from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import MANIFEST, RunFolder, policy_key
 from rollmill.tasks.store.lineage.policy_lineage import read_lineage
 from rollmill.tasks.store.promotion.gate_record import read_gate
-from rollmill.tasks.store.promotion.policy_alias import PolicyAlias
+from rollmill.tasks.store.promotion.policy_alias import PolicyAlias, resolve_policy
 from rollmill.tasks.store.reader import list_steps
 from rollmill.tasks.store.run.manifest import has_manifest, read_manifest
 
@@ -78,7 +78,8 @@ class Improvement:
     def _cycle(self, number: int) -> Cycle:
         # Conversations of a cycle that was blocked are trained on again, with those that came since.
         policies = {record.policy for _, record in self.alias.history()}
-        promoted = [each for each in self.list_numbers() if each < number and self._policy(each) in policies]
+        earlier = [each for each in self.list_numbers() if each < number]
+        promoted = [each for each in earlier if resolve_policy(self._policy(each)).absolute in policies]
         return Cycle(max(promoted, default=0), number, self._run_name(number))
 
     def _run_name(self, number: int) -> str:

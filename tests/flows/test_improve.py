@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from logged_sums import N_ANSWERS, said, write_log
 
-from rollmill.flows.policies.improvement import Improvement
+from rollmill.flows.policies.improvement import Cycle, Improvement
 from rollmill.tasks.score.scorer import Candidate
 from rollmill.tasks.store.folders import RunFolder
-from rollmill.tasks.store.promotion.policy_alias import PolicyAlias
+from rollmill.tasks.store.promotion.policy_alias import AliasRecord, PolicyAlias, resolve_policy
 from rollmill.tasks.store.reader import list_steps, read
 from rollmill.tasks.store.run.manifest import read_manifest
 from rollmill.tasks.store.verify.run_verification import verify_run
@@ -114,10 +114,11 @@ def test_the_scorer_of_the_tutorial_knows_right_sums_and_its_users_are_a_program
     compile(users, "users.py", "exec")
 
 
-def test_cycles_are_numbered_by_what_is_imported(tmp_path: Path) -> None:
-    config = validate_toy({"store": {"root": str(tmp_path)}, "model": "model"})
+def begin_cycles(root: Path) -> Improvement:
+    """Runs of the cycles 4 and 9 of the improvement nightly, and one that is none."""
+    config = validate_toy({"store": {"root": str(root)}, "model": "model"})
     for name, status in (("nightly-4", "finished"), ("nightly-9", "running"), ("nightly-old", "running")):
-        (tmp_path / name).mkdir()
+        (root / name).mkdir()
         manifest = {
             "run": name,
             "incarnation": 0,
@@ -129,12 +130,29 @@ def test_cycles_are_numbered_by_what_is_imported(tmp_path: Path) -> None:
             "created_at": "2026-11-26T00:00:00+00:00",
             "status": status,
         }
-        (tmp_path / name / "run.json").write_text(json.dumps(manifest))
-    improvement = Improvement(
-        "nightly", config, PolicyAlias(str(tmp_path / "production")), (0.05, 0.05, None)
-    )
+        (root / name / "run.json").write_text(json.dumps(manifest))
+    return Improvement("nightly", config, PolicyAlias(str(root / "production")), (0.05, 0.05, None))
+
+
+def test_cycles_are_numbered_by_what_is_imported(tmp_path: Path) -> None:
+    improvement = begin_cycles(tmp_path)
     assert improvement.list_numbers() == [4, 9]
     found = improvement.find_open()
     assert found is not None
     assert (found.first_step, found.number, found.run_name) == (0, 9, "nightly-9")
     assert improvement.find_newest() is None
+
+
+def test_a_cycle_begins_after_the_promoted_one_also_in_a_folder_that_a_link_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "runs").symlink_to(tmp_path / "disk")
+    improvement = begin_cycles(tmp_path / "runs")
+    policy = resolve_policy(improvement.policy(Cycle(0, 4, "nightly-4"))).absolute
+
+    def promote(previous: str) -> AliasRecord:
+        return AliasRecord(
+            action="promote", policy=policy, digest="d", run="r", version=3, created_at="", previous=previous
+        )
+
+    improvement.alias.move(promote)
+    assert improvement.find_open() == Cycle(4, 9, "nightly-9")
