@@ -32,7 +32,9 @@ from rollmill.tasks.store.run.run_search import store_root
 DEFAULT_ALIAS = "policies/production"
 # Settings that decide what is sampled of a held-out prompt, and its reward. Two evaluations that differ in one are not compared.
 _EVALUATION_SETTINGS = (
-    *("rollout.environment", "rollout.temperature", "rollout.max_completion_tokens", "rollout.sampling"),
+    *("rollout.environment", "rollout.prompts.system", "rollout.agent.command", "rollout.agent.problems"),
+    *("rollout.chat_template", "rollout.chat_template_kwargs"),
+    *("rollout.temperature", "rollout.max_completion_tokens", "rollout.sampling", "serve.max_model_len"),
     *("score.scorer", "score.sum", "score.judge", "score.reward_model"),
     *("evaluate.samples", "evaluate.temperature", "evaluate.scorer"),
 )

@@ -163,9 +163,16 @@ def test_an_undecided_comparison_is_blocked_and_says_how_likely_that_was(workfol
     assert "worse cannot be excluded; an equal policy passes with probability 0." in record.reasons[0]
 
 
-@pytest.mark.parametrize("change", ["no evaluation", "other settings", "other prompts", "half an evaluation"])
+OTHER: dict[str, dict[str, object]] = {
+    "other settings": {"temperature": 0.5},
+    "another chat template": {"chat_template_kwargs": '{"enable_thinking": false}'},
+    "another system prompt": {"prompts": {"system": "Be brief."}},
+}
+
+
+@pytest.mark.parametrize("change", ["no evaluation", *OTHER, "other prompts", "half an evaluation"])
 def test_what_cannot_be_compared_is_evaluated_as_the_candidate_was(workfolder: Path, change: str) -> None:
-    settings = {"rollout": {"temperature": 0.5}} if change == "other settings" else {}
+    settings = {"rollout": OTHER.get(change, {})}
     first = make_policy(workfolder, "first", None, **settings)
     run = RunFolder(workfolder / "runs" / "first")
     if change != "no evaluation":
