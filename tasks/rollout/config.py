@@ -335,7 +335,7 @@ class RolloutConfig(StageConfig):
     )
     env_workers: int = setting(
         0,
-        "Worker processes of the environment; 0: it runs in the flow's process, one that others wrote in one worker.",
+        "Worker processes of the environment; 0: it runs in the flow's process; agent, openenv, nemo_gym and verifiers have one worker.",
         ge=0,
         le=4096,
     )
