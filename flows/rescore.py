@@ -10,7 +10,12 @@ from rollmill.flows.checks.machine_needs import check_store
 from rollmill.flows.configuration.config import RescoreConfig
 from rollmill.flows.configuration.forms import RescoreSettings
 from rollmill.flows.failure import one_error
-from rollmill.flows.offline.unscored import UnscoredRows, UnscoredStep, check_rescoring
+from rollmill.flows.offline.unscored import (
+    UnscoredRows,
+    UnscoredStep,
+    check_rescoring,
+    describe_first_error,
+)
 from rollmill.flows.prefect_integration.artifacts import show_scores
 from rollmill.flows.prefect_integration.leftovers import mark_cancelled
 from rollmill.flows.prefect_integration.private_prefect import end_in_order
@@ -23,7 +28,7 @@ from rollmill.tasks.rollout.trajectory_requests import split_chunks
 from rollmill.tasks.score.scoring import Scoring
 from rollmill.tasks.score.task import ScoreChunk
 from rollmill.tasks.store.folders import RunFolder
-from rollmill.tasks.store.rows import Rows, column_values
+from rollmill.tasks.store.rows import Rows, rows_where
 from rollmill.tasks.store.run.run_search import check_run
 from rollmill.tasks.store.run.writable_run import OpenRun
 
@@ -135,13 +140,9 @@ class Rescoring:
             self._in_flight.release()
 
     def _see(self, rows: Rows) -> None:
-        errors = [
-            error
-            for error, status in zip(column_values(rows, "error"), column_values(rows, "status"), strict=True)
-            if status == "failed"
-        ]
-        self._n_failed += len(errors)
-        self._first_error = self._first_error or str(next(iter(errors), ""))
+        failed = rows_where(rows, "status", "failed")
+        self._n_failed += failed.num_rows
+        self._first_error = self._first_error or describe_first_error(failed)
         self._advance(rows.num_rows)
 
 

@@ -265,14 +265,17 @@ class WorkerTimeoutError(WorkerError):
 
 
 class ForeignError(WorkerError):
-    """User code, such as an environment, raised an error; `kind` is the name of its type, `text` its message."""
+    """User code, such as an environment, raised an error; `kind` is the name of its type, `text` its message.
+
+    Example: str(ForeignError("ValueError", "no such tool")) is "ValueError: no such tool".
+    """
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(kind, text)
         self.kind, self.text = kind, text
 
     def __str__(self) -> str:
-        return self.text
+        return f"{self.kind}: {self.text}"
 
 
 class TrainError(RollmillError):
@@ -322,8 +325,9 @@ def error_text(error: BaseException) -> str:
 
 def describe_error(error: BaseException) -> tuple[str, str]:
     """Return the name of an error's type and its message as `user_error_text` gives it, both safe to store in a row."""
-    kind = error.kind if isinstance(error, ForeignError) else type(error).__name__
-    return printable(kind), user_error_text(error)
+    if isinstance(error, ForeignError):
+        return printable(error.kind), printable(error.text)
+    return printable(type(error).__name__), user_error_text(error)
 
 
 def user_error_text(error: BaseException) -> str:

@@ -7,6 +7,7 @@ import pytest
 
 from rollmill.tasks.errors import (
     MAX_ERROR_CHARACTERS,
+    ForeignError,
     describe_error,
     error_text,
     printable,
@@ -51,6 +52,9 @@ def test_an_error_of_user_code_has_the_users_frame_and_not_that_of_a_library(
     monkeypatch.chdir(tmp_path)
     assert user_error_text(error).endswith(" (rewards.py:4, in parse)")
     assert describe_error(error) == ("JSONDecodeError", user_error_text(error))
+    foreign = ForeignError(*describe_error(error))
+    assert str(foreign) == f"JSONDecodeError: {user_error_text(error)}"
+    assert describe_error(foreign) == describe_error(error)
 
 
 def test_a_long_error_of_user_code_keeps_its_place(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 from rollmill.flows.configuration.config import RescoreConfig
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.run_frames import RunFrames
+from rollmill.tasks.look.tables.view import escape_controls
 from rollmill.tasks.score.scoring import Scoring
 from rollmill.tasks.score.stored_scores import (
     SCORING_COLUMNS,
@@ -31,7 +32,7 @@ from rollmill.tasks.store.rows import (
 
 # The columns of a group in a condition that are by a scorer.
 REWARD_COLUMNS = re.compile("reward|n_scored", re.IGNORECASE)
-SCORES = ("group", "trajectory_id", "status", "error")
+SCORES = ("group", "trajectory_id", "status", "error_type", "error")
 IDS = ("group", "sample", "trajectory_id", "status")
 
 
@@ -45,7 +46,7 @@ class UnscoredStep:
         n_trajectories: trajectories without a score.
         n_scored: trajectories with a score, failed ones included.
         n_failed: trajectories with a failed score.
-        first_error: of the failed scores; empty if there are none.
+        first_error: type and text, of the failed scores; empty if there are none.
     """
 
     dataset: Literal["rollouts", "evaluations"]
@@ -141,7 +142,7 @@ class UnscoredRows:
             n_trajectories=sum(rows.num_rows for rows in self.read_groups(step, IDS)),
             n_scored=scores.num_rows,
             n_failed=failed.num_rows,
-            first_error=str(next(iter(column_values(failed, "error")), "")),
+            first_error=describe_first_error(failed),
         )
 
     def _split_scores(self, step: UnscoredStep, columns: Sequence[str] | None) -> tuple[Rows, Rows, int]:
@@ -188,6 +189,12 @@ def _list_steps(folder: RunFolder, config: RescoreConfig) -> list[UnscoredStep]:
         for step in list_steps(folder, dataset)
         if step >= config.first_step and (config.last_step < 0 or step <= config.last_step)
     ]
+
+
+def describe_first_error(failed: Rows) -> str:
+    """Return type and text of the first of some failed scores; empty if there are none. Example: "ValueError: no number"."""
+    first = failed.slice(0, 1).select(["error_type", "error"]).to_pylist()
+    return escape_controls(": ".join(first[0].values())) if first else ""
 
 
 def find_groups(folder: RunFolder, where: str) -> Mapping[int, set[int]]:

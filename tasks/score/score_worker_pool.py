@@ -164,8 +164,7 @@ class ScoreWorkerPool:
         except WorkerTimeoutError:
             raise ScoreError(f"a score worker was not ready within {self._start_timeout_s:g} s") from None
         except ForeignError as error:
-            text = f"a score worker cannot import its scorers: {error.kind}: {error}"
-            raise ScoreError(text) from error
+            raise ScoreError(f"a score worker cannot import its scorers: {error}") from error
         except WorkerError as error:
             raise ScoreError(str(error)) from error
         return worker

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Self, TypeAlias
 
-from rollmill.tasks.errors import ScoreError, ScoreTimeoutError, error_text
+from rollmill.tasks.errors import ScoreError, ScoreTimeoutError, describe_error
 from rollmill.tasks.observe.metrics import Metric
 from rollmill.tasks.observe.spans import NS, current_lane, span, within
 from rollmill.tasks.score.call_slots import CallSlots
@@ -329,4 +329,4 @@ async def _close_term(part: ScorerTerm, timeout_s: float) -> None:
         # Foreign code: SystemExit too.
         if limit.expired():
             raise ScoreError(f"{why} within score.timeout_s = {timeout_s:g} s") from None
-        raise ScoreError(f"{why}: {type(error).__name__}: {error_text(error)}") from error
+        raise ScoreError(f"{why}: {': '.join(describe_error(error))}") from error

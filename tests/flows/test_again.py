@@ -6,6 +6,7 @@ The rollouts are made up: random answers under the log-probabilities of nobody's
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -247,6 +248,10 @@ def test_a_rescoring_that_fails_throughout_ends_with_status_1_until_it_is_redone
     redone = workplace.run("rescore", "source", "--scorer", "mended_scorer:MendedScorer", "--redo-failed")
 
     assert (failed.returncode, again.returncode, redone.returncode) == (1, 1, 0), redone.stdout
+    for printed in (failed.stdout, again.stdout):
+        assert re.search(
+            r"the first: ValueError: no reward for .*mended_scorer\.py:\d+, in score\)", printed
+        ), printed
     scores = scan(source, "scores/scorer=mended@1").filter(pl.col("status") == "scored")
     assert len(scores) == N - 1
 

@@ -228,3 +228,7 @@ def test_a_table_of_any_kind_reports_that_it_is_shortened(
 def test_a_count_of_one_is_singular(rollmill: Command) -> None:
     assert rollmill("inspect", "small", "--groups", "--group", "5").startswith("1 group\n")
     assert rollmill("inspect", "small", "--status", "failed").startswith("1 trajectory, rewards")
+
+
+def test_an_error_is_shown_with_its_type(rollmill: Command) -> None:
+    assert "RequestError: 503 from the server" in rollmill("inspect", "small", "--status", "failed")

@@ -1,6 +1,7 @@
 """Tables of single trajectories, for `rollmill inspect`."""
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import polars as pl
@@ -72,6 +73,7 @@ def make_trajectories_view(folder: RunFolder, selection: Selection) -> View:
     chosen = order_rows(found, TRAJECTORY_COLUMNS, selection.sort, limit)
     rows = add_messages(folder, chosen, is_held_out=selection.evaluations)
     values = {"group": selection.group, "scorer": scorer, "n": len(found), "trajectories": rows}
+    shown = name_error_types(rows)
     kind = "held-out " if selection.evaluations else ""
     n = count_noun(len(found), f"{kind}trajectory", f"{kind}trajectories")
     title = f"{n}{scorer and f', rewards by {scorer}'}"
@@ -81,8 +83,8 @@ def make_trajectories_view(folder: RunFolder, selection: Selection) -> View:
     return View(
         values,
         title,
-        drop_uniform(TRAJECTORY_COLUMNS, rows, ("step", "env"), ("error", "advantage")),
-        rows,
+        drop_uniform(TRAJECTORY_COLUMNS, shown, ("step", "env"), ("error", "advantage")),
+        shown,
         notes,
     )
 
@@ -177,6 +179,11 @@ def filter_trajectories(found: pl.DataFrame, selection: Selection) -> pl.DataFra
     if selection.reward:
         found = found.filter(pl.col("reward").is_between(selection.reward.low, selection.reward.high))
     return found
+
+
+def name_error_types(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows whose `error` begins with its type, as tables show it. Example: "ValueError: no number"."""
+    return [{**row, "error": ": ".join(filter(None, (row["error_type"], row["error"])))} for row in rows]
 
 
 def add_messages(folder: RunFolder, chosen: pl.DataFrame, *, is_held_out: bool) -> list[dict[str, Any]]:

@@ -35,6 +35,7 @@ from rollmill.tasks.look.tables.trajectory_table import (
     check_has_rollouts,
     filter_trajectories,
     join_rewards,
+    name_error_types,
 )
 from rollmill.tasks.look.tables.view import View, order_rows
 from rollmill.tasks.look.terminal.trajectory_tokens import LoadTokenizer
@@ -350,7 +351,7 @@ class RunData:
             page = add_messages(self.folder, shown, is_held_out=selection.evaluations)
             for row in page:
                 row.pop("messages")
-        return TablePage(page, len(rows), note)
+        return TablePage(name_error_types(page), len(rows), note)
 
     def _filter(
         self, rows: pl.DataFrame, selection: Selection, scorer: str | None, where: str
