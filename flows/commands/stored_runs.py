@@ -21,7 +21,7 @@ from rollmill.flows.configuration.settings import (
     find_fixed_settings,
     name_override,
     parse_settings,
-    parse_value,
+    scorer_overrides,
     validate,
 )
 from rollmill.flows.offline.attribution_table import Attribution, attribution_page
@@ -70,9 +70,6 @@ def rescore_config(
     """
     stored = read_manifest(folder).config
     values = {section: stored.get(section, {}) for section in ("score", "store", "observe")}
-    if scorer:
-        # A scorer by name replaces a weighted sum of scorers.
-        values["score"] = values["score"] | {"scorer": parse_value(scorer), "sum": []}
     if stored.get("environments") and not scorer and not values["score"].get("scorer"):
         remedy = (
             "the environments of the run have different scorers, which cannot score its rows again together; name one, "
@@ -83,6 +80,7 @@ def rescore_config(
     values |= {"redo_failed": True} if redo_failed else {}
     values |= {"where": where} if where else {}
     values["store"] = values["store"] | {"root": store_root(folder)}
+    overrides = (*scorer_overrides(scorer), *overrides)
     with name_override(folder, overrides):
         return parse_settings(RescoreConfig, apply_overrides(values, overrides))
 

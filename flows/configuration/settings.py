@@ -79,6 +79,11 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
     return values
 
 
+def scorer_overrides(scorer: str) -> tuple[str, ...]:
+    """Return the overrides that the option `--scorer` means; it replaces a weighted sum, too. Later overrides change it."""
+    return (f"score.scorer={scorer}", "score.sum=[]") if scorer else ()
+
+
 def _check_new_environment(name: str, entry: object, known: Sequence[str]) -> None:
     """Refuse an environment that overrides add to others without saying which it is: its name is misspelt; raises ConfigError."""
     rollout = entry.get("rollout") if isinstance(entry, dict) else None

@@ -7,7 +7,7 @@ from typing import Any
 
 from rollmill.flows.configuration.config import RescoreConfig, RunConfig
 from rollmill.flows.configuration.presets import are_algorithms, merge_settings, preset_values
-from rollmill.flows.configuration.settings import apply_overrides, name_override, parse_value, validate
+from rollmill.flows.configuration.settings import apply_overrides, name_override, scorer_overrides, validate
 from rollmill.flows.offline.unscored import REWARD_COLUMNS, check_rescoring, is_rescored
 from rollmill.flows.run.folder import choose_version, is_finished, run_folder
 from rollmill.tasks.errors import ConfigError, RunMismatchError
@@ -208,11 +208,9 @@ class AbComparison:
         names = self.scorers or ("",)
         if len(self.scorers) == 1 and len(self.algorithms) < 2:
             names = ("", *names)
-        values = self._values("")
         found: dict[str, tuple[str, ScoreConfig]] = {}
         for scorer in names:
-            score = values["score"] | ({"scorer": parse_value(scorer), "sum": []} if scorer else {})
-            config = validate({**values, "score": score}).score
+            config = validate(self._values(scorer)).score
             terms = resolve_terms(config)
             key = f"{terms.name}@{terms.version}"
             if key in found:
@@ -224,13 +222,11 @@ class AbComparison:
         return found
 
     def _make_arm(self, key: str, algorithm: str) -> Arm:
-        values = self._values(algorithm)
-        scorer = self._score_configs[key][0]
-        score = values["score"] | ({"scorer": parse_value(scorer), "sum": []} if scorer else {})
+        values = self._values(self._score_configs[key][0], algorithm)
         # Each arm is evaluated once, at its end, by the scorer that it trains on; the others rescore that evaluation.
         evaluate = values.get("evaluate", {}) | {"every": 0, "scorer": ""}
         retrain = {"sources": [self.folder.absolute], "scores": key, "where": self.where}
-        config = validate({**values, "score": score, "evaluate": evaluate, "retrain": retrain})
+        config = validate({**values, "evaluate": evaluate, "retrain": retrain})
         parts = [
             self.name or self.folder.name,
             "ab",
@@ -240,18 +236,19 @@ class AbComparison:
         label = f"{key}, {algorithm}" if algorithm else key
         return Arm(label, key, "-".join(parts), config)
 
-    def _values(self, algorithm: str) -> dict[str, Any]:
-        """Return the settings of the run with those of an algorithm, and with the overrides."""
+    def _values(self, scorer: str, algorithm: str = "") -> dict[str, Any]:
+        """Return the settings of the run with those of an algorithm, with a scorer, and then with the overrides."""
         values = read_manifest(self.folder).config | {"retrain": {}}
         values["store"] = values.get("store", {}) | {"root": store_root(self.folder)}
         if algorithm:
             if not are_algorithms(algorithm):
                 raise ConfigError("--algorithm", algorithm, "give a name in conf/algorithms")
             values = merge_settings(values, preset_values(algorithm))
-        with name_override(self.folder, self.overrides):
-            values = apply_overrides(values, self.overrides)
+        overrides = (*scorer_overrides(scorer), *self.overrides)
+        with name_override(self.folder, overrides):
+            values = apply_overrides(values, overrides)
             validate(values)
-        return {**values, "score": values.get("score", {})}
+        return values
 
 
 def _check_settings(arm: Arm) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from stored_policies import Rewards, begin_run, store_evaluation, store_rows
 
+from rollmill.flows.commands.stored_runs import rescore_config
 from rollmill.flows.offline.ab_arms import AbComparison
 from rollmill.flows.offline.ab_scorers import check_scorer_state, estimate_arm
 from rollmill.tasks.errors import ConfigError, RunMismatchError
@@ -110,6 +111,19 @@ def test_a_scorer_with_other_arguments_is_another_arm(compare: Compare) -> None:
     ]
     with pytest.raises(ConfigError, match=r"score\.scorer\.args = {'digt': 1}: there is no digt"):
         _ = compare(f"{{name: {name}, args: {{digt: 1}}}}").arms
+
+
+def test_an_override_changes_the_scorer_of_every_arm_as_it_changes_that_of_a_rescoring(
+    source: RunFolder, compare: Compare
+) -> None:
+    Path("conf/algorithms/mean.yaml").write_text("score: {advantage: mean}")
+    name, override = "digit_scorer:count_digit", "score.scorer.args.digit=3"
+    compared = compare(name, algorithms=("rloo", "mean"), overrides=(override,))
+    scorers = [arm.config.score.scorer for arm in compared.arms]
+    assert scorers == [rescore_config(source, [override], scorer=name).score.scorer] * 2
+    assert scorers[0].args == {"digit": 3}
+    with pytest.raises(ConfigError, match=r"score\.scorer\.args = {'digit': 3}: there is no digit"):
+        _ = compare("addition", name, overrides=(override,)).arms
 
 
 @pytest.mark.parametrize(
