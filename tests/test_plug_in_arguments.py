@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import validate as validate_form
+from typer.testing import CliRunner
 
 from rollmill.flows.checks.plug_in_arguments import check_plug_in_arguments
 from rollmill.flows.checks.preflight import preflight
+from rollmill.flows.cli import app
 from rollmill.flows.commands.deployment_run import run_deployment
 from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.configuration.forms import FORMS
@@ -49,6 +51,12 @@ class Configured(Addition):
     def size(self, split): return self.n
 
 def scaled(candidate, *, n: int, names: tuple[str, ...] = ()):
+    '''Return a number.
+
+    Args:
+        candidate: what is scored.
+        n: a factor.
+    '''
     return float(n * len(names))
 
 class Scaled:
@@ -233,6 +241,33 @@ def test_arguments_of_what_only_the_worker_can_import_are_left_to_it() -> None:
     elsewhere = "{name: 'no_such_module:thing', args: {n: 1}}"
     names = ("rollout.environment", "score.scorer", "evaluate.scorer", "score.advantage", "train.loss")
     check_plug_in_arguments(load("quickstart", tuple(f"{name}={elsewhere}" for name in names)))
+
+
+def test_the_command_settings_lists_the_arguments_of_the_plug_ins_that_are_given() -> None:
+    given = (
+        "score.scorer=scaled",
+        f"train.loss={path('loss')}",
+        "rollout.environment=nemo_gym",
+        f"score.advantage={path('times')}",
+    )
+    words = [word for each in given for word in ("--set", each)]
+    lines = CliRunner().invoke(app, ["settings", "quickstart", *words]).output.splitlines()
+    at = next(
+        number for number, line in enumerate(lines) if line.startswith('score.scorer = "scaled" (fixed): ')
+    )
+    assert lines[at + 1 : at + 3] == [
+        "score.scorer.args.n (int, required): a factor.",
+        "score.scorer.args.names = [] (tuple[str, ...])",
+    ]
+    assert lines[at + 3].startswith("score.advantage = ")
+    assert "train.loss.args.temperature = 1.0 (float)" in lines
+    assert "rollout.environment.args.url (str, required): Address of the resources server." in lines
+
+
+def test_the_command_settings_refuses_a_plug_in_that_is_not_there() -> None:
+    shown = CliRunner().invoke(app, ["settings", "--set", "score.scorer=no_such_module:thing"])
+    assert isinstance(shown.exception, ConfigError)
+    assert "No module named 'no_such_module'" in str(shown.exception)
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,20 @@
-"""The arguments of plug-ins, checked where a flow run is created for a worker, whose code may not all be here."""
+"""The arguments of plug-ins: checked where a flow run is created for a worker, whose code may not all be here, and described."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from inspect import getdoc, isclass
 from typing import Any
 
 from rollmill.flows.checks.preflight import check_loss
 from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.configuration.environments import environment_configs, name_environment
-from rollmill.tasks.config import find_plugins
+from rollmill.tasks.config import find_plugins, import_named
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.rollout.environment import ENVIRONMENTS, Configurable, environment_library
 from rollmill.tasks.score.advantages import ADVANTAGES, Advantage, resolve_advantage
 from rollmill.tasks.score.score_function import find_signature, load_object
 from rollmill.tasks.score.terms import SCORERS
-from rollmill.tasks.user_code.arguments import bind_arguments
+from rollmill.tasks.train.setting_rules import HAS_RATIO
+from rollmill.tasks.user_code.arguments import bind_arguments, describe_arguments
 from rollmill.tasks.user_code.plug_in import PlugIn
 
 
@@ -26,16 +28,10 @@ def check_plug_in_arguments(config: RunConfig) -> None:
     """
     for name, each in environment_configs(config).items():
         with name_environment(config, name):
-            _check_environments(each)
-            for field, scorer in _list_scorers(each):
-                found = _import_plug_in(scorer, {**find_plugins("scorers"), **SCORERS})
-                if callable(found) or hasattr(found, "score"):
-                    taker, n_positional = find_signature(found)
-                    bind_arguments(field, taker, scorer.args, n_positional)
-            advantage = each.score.advantage
-            found = ADVANTAGES.get(advantage.name) or _import_plug_in(advantage, find_plugins("advantages"))
-            if callable(found) or isinstance(found, Advantage):
-                resolve_advantage(advantage)
+            for field, plug_in, taker, n_positional in _list_takers(each, _import_plug_in):
+                bind_arguments(field, taker, plug_in.args, n_positional)
+            if isinstance(_import_advantage(each, _import_plug_in), Advantage):
+                resolve_advantage(each.score.advantage)
     # As before a run here, an attached trainer may have code that is missing here.
     if not config.train.url:
         try:
@@ -45,19 +41,67 @@ def check_plug_in_arguments(config: RunConfig) -> None:
                 raise
 
 
-def _check_environments(config: RunConfig) -> None:
-    """Check the environment, and the one that an agent has its problems from; a library is imported by workers alone."""
-    if environment_library(config.rollout):
-        return
-    given = [config.rollout.environment]
-    if given[0].name == "agent":
-        given.append(config.rollout.agent.problems)
-    for each in given:
-        found = _import_plug_in(each, {**find_plugins("environments"), **ENVIRONMENTS})
+def describe_plug_in_arguments(config: RunConfig) -> dict[str, list[str]]:
+    """Return a line for each argument that the plug-ins of a run take, by the setting that names the plug-in.
+
+    Environments of libraries, which workers alone import, are left out.
+
+    Raises:
+        ConfigError: a plug-in cannot be imported here.
+    """
+    # It takes a second to import, and other uses of this module do without.
+    from prefect.utilities.callables import parameter_docstrings
+
+    own = {each.name: each.overrides() for each in config.environments}
+    found: dict[str, list[str]] = {}
+    for name, each in environment_configs(config).items():
+        with name_environment(config, name):
+            takers = list(_list_takers(each, _import_given))
+        if each.train.loss.name not in HAS_RATIO:
+            loss = _import_given("train.loss", each.train.loss.name, find_plugins("losses"))
+            takers.append(("train.loss", each.train.loss, loss, 1))
+        for field, _, taker, n_positional in takers:
+            is_own = any(f"{field}.".startswith(f"{given}.") for given in own.get(name, ()))
+            shown = f"environments.{name}.{field}" if is_own else field
+            documented = (taker.__init__, taker) if isclass(taker) else (taker,)
+            texts = {
+                key: text for one in documented for key, text in parameter_docstrings(getdoc(one)).items()
+            }
+            found[shown] = describe_arguments(shown, taker, texts, n_positional)
+    return found
+
+
+def _list_takers(
+    config: RunConfig, load: Callable[[str, str, Mapping[str, str]], Any]
+) -> Iterator[tuple[str, PlugIn, Callable[..., Any], int]]:
+    """Yield the plug-ins of the flow's process: setting, plug-in, what takes its arguments, and how many it has by position besides.
+
+    `load` imports the plug-in that a setting names, or returns None.
+    """
+    # A library is imported by workers alone. An agent has its problems from another environment.
+    environments = (
+        {} if environment_library(config.rollout) else {"rollout.environment": config.rollout.environment}
+    )
+    if "rollout.environment" in environments and config.rollout.environment.name == "agent":
+        environments["rollout.agent.problems"] = config.rollout.agent.problems
+    for field, each in environments.items():
+        found = load(field, each.name, {**find_plugins("environments"), **ENVIRONMENTS})
         if isinstance(found, Configurable):
-            bind_arguments("rollout.environment", found.from_config, each.args, 1)
+            yield field, each, found.from_config, 1
         elif callable(found):
-            bind_arguments("rollout.environment", found, each.args)
+            yield field, each, found, 0
+    for field, each in _list_scorers(config):
+        found = load(field, each.name, {**find_plugins("scorers"), **SCORERS})
+        if callable(found) or hasattr(found, "score"):
+            yield field, each, *find_signature(found)
+    found = _import_advantage(config, load)
+    if callable(found) and not isinstance(found, Advantage):
+        yield "score.advantage", config.score.advantage, found, 1
+
+
+def _import_advantage(config: RunConfig, load: Callable[[str, str, Mapping[str, str]], Any]) -> Any:
+    name = config.score.advantage.name
+    return ADVANTAGES.get(name) or load("score.advantage", name, find_plugins("advantages"))
 
 
 def _list_scorers(config: RunConfig) -> Iterator[tuple[str, PlugIn]]:
@@ -71,9 +115,14 @@ def _list_scorers(config: RunConfig) -> Iterator[tuple[str, PlugIn]]:
         yield "evaluate.scorer", config.evaluate.scorer
 
 
-def _import_plug_in(plug_in: PlugIn, registered: Mapping[str, str]) -> Any:
+def _import_given(field: str, name: str, registered: Mapping[str, str]) -> Any:
+    """Return what a plug-in names, None for none; ConfigError if it cannot be imported here."""
+    return import_named(field, name, registered) if name else None
+
+
+def _import_plug_in(_field: str, name: str, registered: Mapping[str, str]) -> Any:
     """Return what a plug-in names; None if it cannot be imported here."""
     try:
-        return load_object(registered.get(plug_in.name, plug_in.name))
+        return load_object(registered.get(name, name))
     except (Exception, SystemExit):  # noqa: BLE001 - foreign code: whatever it raises, the worker may have what it lacks
         return None

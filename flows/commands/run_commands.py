@@ -137,15 +137,28 @@ def compact(
 
 
 @commands.command(rich_help_panel=PANEL)
-def settings() -> None:
-    """List every setting with its default and meaning."""
+def settings(
+    preset: Annotated[
+        str, typer.Argument(help="Show the values of this preset, and the arguments of its plug-ins.")
+    ] = "",
+    overrides: Overrides = None,
+) -> None:
+    """List every setting with its default and meaning, or with the value that a preset or --set gives it."""
     from textwrap import fill
 
-    from rollmill.flows.configuration.settings import describe
+    from rollmill.flows.configuration.config import RunConfig
+    from rollmill.flows.configuration.presets import preset_values
+    from rollmill.flows.configuration.settings import apply_overrides, describe, parse_settings
     from rollmill.tasks.look.terminal.output import open_console, terminal_width
 
+    values = apply_overrides(preset_values(preset) if preset else {}, overrides or ())
+    config, arguments = parse_settings(RunConfig, values), {}
+    if values:
+        from rollmill.flows.checks.plug_in_arguments import describe_plug_in_arguments
+
+        arguments = describe_plug_in_arguments(config)
     width = terminal_width(open_console())
-    for line in describe():
+    for line in describe(config, arguments):
         typer.echo(
             fill(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
             if width

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, to_jsonable_python
+from pydantic_core import ErrorDetails
 
 from rollmill.flows.configuration.config import CONSTANTS, FOREIGN, GONE, RENAMED, RunConfig
 from rollmill.flows.configuration.environment_config import read_entries
@@ -209,14 +209,19 @@ def find_fixed_settings(*, trains: bool = True) -> dict[str, object]:
     }
 
 
-def describe() -> Iterator[str]:
-    """Yield a line for each setting of a run: name, default as `--set` takes it, whether it cannot change on resume, meaning."""
+def describe(config: RunConfig | None = None, arguments: Mapping[str, Sequence[str]] = {}) -> Iterator[str]:
+    """Yield a line for each setting of a run: name, value as `--set` takes it, whether it cannot change on resume, meaning.
+
+    Without `config` the values are the defaults. `arguments` are lines about the arguments of plug-ins, by the setting that names one; they follow it.
+    """
+    values = (config or RunConfig()).model_dump(mode="json")
     for name, field in _fields(RunConfig):
         mark = " (fixed)" if _is_fixed(field) else ""
-        default = json.dumps(
-            to_jsonable_python(field.get_default(call_default_factory=True)), ensure_ascii=False
-        )
-        yield f"{name} = {default}{mark}: {field.description}"
+        value = json.dumps(get_setting(values, name, None), ensure_ascii=False)
+        yield f"{name} = {value}{mark}: {field.description}"
+        for setting, lines in arguments.items():
+            if f"{setting}.".startswith(f"{name}."):
+                yield from lines
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:

@@ -3,10 +3,11 @@
 pydantic, whose import is slow for a worker process, is imported for given arguments alone.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from inspect import Parameter, signature
+from inspect import Parameter, formatannotation, signature
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 from rollmill.tasks.errors import ConfigError, user_error_text
@@ -109,6 +110,32 @@ def make_argument_schema(function: Callable[..., Any], n_positional: int = 0) ->
         if default := field.pop("default", None):
             field["description"] = f"{field.get('description', '')} Default: {default}.".strip()
     return schema
+
+
+def describe_arguments(
+    field: str, function: Callable[..., Any], texts: Mapping[str, str], n_positional: int = 0
+) -> list[str]:
+    """Return a line for each argument of a plug-in: name, default as JSON, type, and its text or that of `texts`.
+
+    Example: "score.scorer.args.limit = 100 (int): Tokens from which on it is long."
+    """
+    from pydantic_core import to_jsonable_python
+
+    lines, form = [], _make_form(function, n_positional)
+    for each in form.model_fields.values():
+        name, kind = f"{field}.args.{each.alias}", formatannotation(each.annotation)
+        if each.is_required():
+            shown = f"{name} ({kind}, required)"
+        else:
+            default = json.dumps(to_jsonable_python(each.default, fallback=repr), ensure_ascii=False)
+            shown = f"{name} = {default} ({kind})"
+        text = " ".join((each.description or texts.get(each.alias or "", "")).split())
+        lines.append(f"{shown}: {text}" if text else shown)
+    return (
+        [*lines, f"{field}.args.NAME: any further argument"]
+        if form.model_config["extra"] == "allow"
+        else lines
+    )
 
 
 def _list_parameters(function: Callable[..., Any], n_positional: int) -> list[Parameter] | None:
