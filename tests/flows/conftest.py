@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from marked_processes import find_marked_processes
+from marked_processes import find_marked_processes, guard_marked_processes
 
 from rollmill.flows.prefect_integration import local_server
 from rollmill.tasks.processes.launched_process import free_port
@@ -36,9 +36,13 @@ SMALL: dict[str, Any] = toy_values(
 
 @pytest.fixture(scope="session")
 def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    home = tmp_path_factory.mktemp("prefect")
-    yield f"{local_server.up(home, free_port())}/api"
-    local_server.down(home)
+    home, marker = tmp_path_factory.mktemp("prefect"), f"prefect-{uuid.uuid4().hex}"
+    with guard_marked_processes(marker):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("WORKPLACE", marker)
+            api = f"{local_server.up(home, free_port())}/api"
+        yield api
+        local_server.down(home)
 
 
 STUB = """\
@@ -174,13 +178,14 @@ def start_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def open_workplace(
     prefect_api: str, start_models: Path
 ) -> Callable[[Path], AbstractContextManager[Workplace]]:
-    """A workplace in a folder, for as long; nothing that was started there is left behind."""
+    """A workplace in a folder, for as long; nothing that was started there is left behind, even if the tests are killed."""
 
     @contextmanager
     def opened(folder: Path) -> Iterator[Workplace]:
         place = Workplace(folder, prefect_api, start_models)
-        yield place
-        assert not place.processes(), "a process was left behind"
+        with guard_marked_processes(place.marker):
+            yield place
+            assert not place.processes(), "a process was left behind"
 
     return opened
 
