@@ -159,6 +159,7 @@ async def open_rescoring(folder: RunFolder, config: RescoreConfig) -> AsyncItera
         # A scorer of stored rollouts has the variables that the run's scorers had.
         variables = store.manifest.config.get("rollout", {}).get("env_variables", [])
         scoring = Scoring(config.score, store.manifest.run, env_variables=variables)
+        await asyncio.to_thread(store.keep_scorer, scoring.key, scoring.description)
         async with scoring, store.writer:
             yield Rescoring(store, config, scoring)
     finally:

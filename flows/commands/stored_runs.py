@@ -8,7 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 import typer
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from rollmill.flows.checks.machine_needs import check_trainer
 from rollmill.flows.checks.preflight import preflight
@@ -31,7 +33,8 @@ from rollmill.flows.offline.teacher import check_annotation, is_annotated
 from rollmill.flows.offline.unscored import check_rescoring, is_rescored
 from rollmill.flows.run.folder import LAST_VERSION, choose_version, run_folder
 from rollmill.tasks.errors import ConfigError, StoreError
-from rollmill.tasks.look.tables.scores import read_score_totals
+from rollmill.tasks.look.tables.scores import explain_scorers, read_score_totals
+from rollmill.tasks.look.tables.view import escape_controls
 from rollmill.tasks.look.terminal.output import open_console, print_json
 from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.filesystem import open_files
@@ -88,7 +91,7 @@ def rescore_config(
 def rescore_here(folder: RunFolder, config: RescoreConfig) -> None:
     """Run the flow rescore in this process; ConfigError if something is missing, before anything starts."""
 
-    async def call() -> Table:
+    async def call() -> Group:
         from rollmill.flows.rescore import rescore
 
         await rescore(folder.name, config)
@@ -98,15 +101,18 @@ def rescore_here(folder: RunFolder, config: RescoreConfig) -> None:
     open_console().print(run_flow(call, is_done=lambda: is_rescored(folder, config)))
 
 
-def _make_scores_table(folder: RunFolder) -> Table:
-    """Return a table for the terminal with each scorer's mean reward and its scored, failed and dropped trajectories."""
+def _make_scores_table(folder: RunFolder) -> Group:
+    """Return a table for the terminal with each scorer's mean reward and its scored, failed and dropped trajectories.
+
+    Below it is what the scorers' versions are digests of.
+    """
     table = Table(title=f"{folder.location}: scores", title_justify="left")
     for column in ("scorer", "mean reward", "scored", "failed", "dropped"):
         table.add_column(column, justify="left" if column == "scorer" else "right")
     for each in read_score_totals(folder):
         counts = [str(each.by_status[status]) for status in ("scored", "failed", "dropped")]
         table.add_row(each.scorer, f"{each.reward:z.4f}", *counts)
-    return table
+    return Group(table, *(Text(escape_controls(line)) for line in explain_scorers(folder)))
 
 
 def annotate_config(

@@ -12,6 +12,7 @@ from rollmill.flows.offline.unscored import REWARD_COLUMNS, check_rescoring, is_
 from rollmill.flows.run.folder import choose_version, is_finished, run_folder
 from rollmill.tasks.errors import ConfigError, RunMismatchError
 from rollmill.tasks.look.comparisons.paired_evaluations import is_complete
+from rollmill.tasks.look.tables.scores import explain_keys
 from rollmill.tasks.score.config import ScoreConfig
 from rollmill.tasks.score.terms import RewardTerms, resolve_terms
 from rollmill.tasks.store.folders import RunFolder
@@ -185,9 +186,8 @@ class AbComparison:
         return [key for key in self.terms if not is_rescored(self.folder, self.rescore_config(key))]
 
     def list_arguments(self) -> list[str]:
-        """List the scorers with arguments, which their versions are digests of. Example: 'a.b@1-5feceb66 is a:b {"n": 2}'."""
-        scorers = {key: config.scorer for key, (_, config) in self._score_configs.items() if not config.sum}
-        return [f"{key} is {scorer}" for key, scorer in scorers.items() if scorer.args]
+        """List what the versions of scorers are digests of. Example: 'a.b@1-5feceb66 is a:b {"n": 2}'."""
+        return explain_keys({key: terms.description for key, terms in self.terms.items()})
 
     @property
     def is_done(self) -> bool:
@@ -212,7 +212,7 @@ class AbComparison:
         for scorer in names:
             config = validate(self._values(scorer)).score
             terms = resolve_terms(config)
-            key = f"{terms.name}@{terms.version}"
+            key = terms.key
             if key in found:
                 remedy = (
                     f"it is {key}, and so is {found[key][0] or 'the scorer of the run'}: give another one"

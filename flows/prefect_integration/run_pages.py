@@ -12,7 +12,7 @@ from rollmill.tasks.look.tables.curves import read_curves
 from rollmill.tasks.look.tables.ledger_tables import PATH, make_ledger_views
 from rollmill.tasks.look.tables.notable_trajectories import NotableTrajectory, choose_notable
 from rollmill.tasks.look.tables.run_tables import format_with_interval, list_held_out, make_run_view
-from rollmill.tasks.look.tables.scores import read_score_totals
+from rollmill.tasks.look.tables.scores import explain_scorers, read_score_totals
 from rollmill.tasks.look.tables.selection import Interval
 from rollmill.tasks.look.tables.view import View, count_noun
 from rollmill.tasks.look.terminal.markdown_escape import escape_block, escape_inline, make_table
@@ -116,6 +116,7 @@ def run_page(folder: RunFolder, picture: bytes, viewer: str = "") -> str:
     view = make_run_view(folder)
     heading, rule, *steps = make_table(view)
     lines = [f"# {escape_inline(folder.name)}", "", escape_inline(view.title, MOST_LINE), ""]
+    lines += [f"{escape_inline(line, MOST_LINE)}\n" for line in explain_scorers(folder)]
     lines += [f"![curves](data:image/png;base64,{base64.b64encode(picture).decode()})", ""]
     for env, rows in list_held_out(folder):
         evaluations = [
@@ -145,6 +146,7 @@ def scores_page(folder: RunFolder) -> str:
     for each in read_score_totals(folder):
         counts = " | ".join(str(each.by_status[status]) for status in ("scored", "failed", "dropped"))
         lines.append(f"| {escape_inline(each.scorer)} | {each.reward:z.4f} | {counts} |")
+    lines += ["", *(f"- {escape_inline(line, MOST_LINE)}" for line in explain_scorers(folder))]
     run, place = shlex.quote(folder.location), f"{folder.absolute}/scores/**/*.arrow"
     shown = _code(f"pl.scan_ipc({place!r}, hive_partitioning=True)")
     return "\n".join([*lines, "", *_code(f"rollmill view {run}"), *shown])

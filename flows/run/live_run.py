@@ -300,6 +300,9 @@ async def open_run(
         environments = await open_environments(
             config, store.manifest.run, store.folder, tokenizer, pool, stack
         )
+        if not adds:
+            own = environments[0].scoring
+            await asyncio.to_thread(store.keep_scorer, own.key, own.description)
         remote, is_remote = None, config.executor.kind == "ray" and not adds
         admission = Admission(count_slots(config) if is_remote else rollout.max_in_flight)
         if is_remote:

@@ -96,10 +96,11 @@ async def _open_scorings(
         found[name] = (pair[0], pair[1])
     # Rewards of a step have one key, whichever environment they are of: a batch, and each table, is of one.
     key = combined_key({name: scoring.key for name, (scoring, _) in found.items()})
-    return {
-        name: (scoring.stored_as(key), held_out.stored_as(key) if held_out is scoring else held_out)
-        for name, (scoring, held_out) in found.items()
-    }
+    parts = {name: scoring.description or scoring.key for name, (scoring, _) in found.items()}
+    for scoring, _ in found.values():
+        if scoring.key != key:
+            scoring.store_as(key, ", ".join(f"{name}: {part}" for name, part in parts.items()))
+    return found
 
 
 def make_player(

@@ -212,6 +212,7 @@ class Scoring:
 
     Attributes:
         key: NAME@VERSION of the scorer, under which its scores are stored.
+        description: what the version is a digest of, as of `RewardTerms`.
         by_group: True if the scorer needs a group's survivors together.
 
     Raises:
@@ -229,7 +230,7 @@ class Scoring:
         self._env_variables = env_variables
         self._config, self._run, self._start_timeout_s = config, run, start_timeout_s
         self._scorer = resolve_terms(config, scorer)
-        self.key = f"{self._scorer.name}@{self._scorer.version}"
+        self.key, self.description = self._scorer.key, self._scorer.description
         self.by_group = self._scorer.by_group
         self._loads = {
             True: CallSlots("calls", config.max_in_flight),
@@ -283,10 +284,9 @@ class Scoring:
         name, _, version = self.key.rpartition("@")
         return score_rows(self._run, step, (name, version), rollouts, verdicts)
 
-    def stored_as(self, key: str) -> Self:
-        """Have later scores stored under another NAME@VERSION; returns the same object."""
-        self.key = key
-        return self
+    def store_as(self, key: str, description: str) -> None:
+        """Have later scores stored under another NAME@VERSION, whose version is a digest of `description`."""
+        self.key, self.description = key, description
 
     def metrics(self) -> list[Metric]:
         """Return the peaks of pending and running calls, and the worker restarts and timeouts, since the last call."""

@@ -58,12 +58,19 @@ class RewardTerms:
 
     Attributes:
         is_sum: True: rewards are weighted and added. False: `parts` has one element, used unchanged.
+        description: what the version is a digest of: the arguments, or weights and scorers; empty if the version is the scorer's.
     """
 
     parts: tuple[ScorerTerm, ...]
     is_sum: bool
     name: str
     version: str
+    description: str = ""
+
+    @property
+    def key(self) -> str:
+        """NAME@VERSION under which the scores are stored."""
+        return f"{self.name}@{self.version}"
 
     @property
     def by_group(self) -> bool:
@@ -86,10 +93,10 @@ def resolve_terms(config: ScoreConfig, scorer: PlugIn | None = None) -> RewardTe
         ConfigError: there is no such scorer, or it lacks a setting.
     """
     if scorer or not config.sum:
-        part = _resolve_term(
-            "evaluate.scorer" if scorer else "score.scorer", scorer or config.scorer, 1.0, config
-        )
-        return RewardTerms((part,), False, part.function.name, part.function.version)
+        field, chosen = ("evaluate.scorer", scorer) if scorer else ("score.scorer", config.scorer)
+        part = _resolve_term(field, chosen, 1.0, config)
+        given = str(chosen) if chosen.args else ""
+        return RewardTerms((part,), False, part.function.name, part.function.version, given)
     parts = tuple(
         _resolve_term(f"score.sum.{number}.scorer", each.scorer, each.weight, config)
         for number, each in enumerate(config.sum)
@@ -100,8 +107,9 @@ def resolve_terms(config: ScoreConfig, scorer: PlugIn | None = None) -> RewardTe
     parts = tuple(
         replace(part, label=part.function.key) if names[part.function.name] > 1 else part for part in parts
     )
+    version = settings_version([(part.function.key, part.weight) for part in parts])
     return RewardTerms(
-        parts, True, "sum", settings_version([(part.function.key, part.weight) for part in parts])
+        parts, True, "sum", version, " + ".join(f"{each.weight:g} * {each.scorer}" for each in config.sum)
     )
 
 

@@ -167,7 +167,11 @@ _SAMPLED = (
 
 _SCORED = (
     _column("scorer", pa.string(), "name of the scorer"),
-    _column("version", pa.string(), "the scorer's declared version, else 1"),
+    _column(
+        "version",
+        pa.string(),
+        "the scorer's declared version, else 1; of other arguments than the defaults -DIGEST follows, which `scorers` of run.json explains",
+    ),
     _column("status", pa.string(), "scored | failed | dropped"),
     _ERROR_TYPE,
     _ERROR,

@@ -246,8 +246,14 @@ def test_a_rescoring_that_fails_throughout_ends_with_status_1_until_it_is_redone
     failed = workplace.run("rescore", "source", "--scorer", "mended_scorer:FailingScorer")
     again = workplace.run("rescore", "source", "--scorer", "mended_scorer:MendedScorer")
     redone = workplace.run("rescore", "source", "--scorer", "mended_scorer:MendedScorer", "--redo-failed")
+    counted = workplace.run(
+        "rescore", "source", "--scorer", "digit_scorer:count_digit", "--set", "score.scorer.args.digit=1"
+    )
 
     assert (failed.returncode, again.returncode, redone.returncode) == (1, 1, 0), redone.stdout
+    ((key, described),) = read_manifest(RunFolder(source)).scorers.items()
+    assert described == 'digit_scorer:count_digit {"digit": 1}'
+    assert f"{key} is {described}" in " ".join(counted.stdout.split())
     for printed in (failed.stdout, again.stdout):
         assert re.search(
             r"the first: ValueError: no reward for .*mended_scorer\.py:\d+, in score\)", printed

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from rollmill.tasks.store.folders import RunFolder
-from rollmill.tasks.store.reader import scan
+from rollmill.tasks.store.reader import list_scorers, scan
+from rollmill.tasks.store.run.manifest import read_manifest
 
 pytestmark = [pytest.mark.service, pytest.mark.slow]
 
@@ -75,6 +76,9 @@ def test_a_run_of_three_environments_killed_in_a_step_has_exact_shares_and_a_cur
         (pl.col("name") == "train/first_ratio_deviation") & (pl.col("env") == "all")
     )
     assert first["value"].max() < 1e-3
+    folder = RunFolder(str(run))
+    described = "addition: addition@1, calculator: calculator@1, guess: guess@1"
+    assert read_manifest(folder).scorers == dict.fromkeys(list_scorers(folder), described)
     verified = workplace.run("verify", "small-mixed")
     assert verified.returncode == 0, verified.stdout
     assert "could not be fully checked" not in verified.stdout

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import polars as pl
@@ -46,6 +47,17 @@ def _find_trained_scorer(folder: RunFolder) -> str:
     # A scorer that is given by its import path, package.module:name, is stored with dots.
     scorer = read_manifest(folder).config.get("score", {}).get("scorer", "")
     return str(scorer.get("name", "") if isinstance(scorer, dict) else scorer).replace(":", ".")
+
+
+def explain_scorers(folder: RunFolder, *keys: str) -> list[str]:
+    """Say what the versions of a run's scorers, NAME@VERSION, are digests of, by run.json; all of them without `keys`."""
+    recorded = read_manifest(folder).scorers
+    return explain_keys({key: recorded.get(key, "") for key in keys or list_scorers(folder)})
+
+
+def explain_keys(descriptions: Mapping[str, str]) -> list[str]:
+    """Return a line for each scorer with a description. Example: 'rewards.short@1-5feceb66 is rewards:short {"limit": 50}'."""
+    return [f"{key} is {description}" for key, description in descriptions.items() if description]
 
 
 @dataclass(frozen=True, slots=True)

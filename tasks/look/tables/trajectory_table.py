@@ -7,7 +7,7 @@ from typing import Any
 import polars as pl
 
 from rollmill.tasks.errors import ConfigError
-from rollmill.tasks.look.tables.scores import resolve_scorer
+from rollmill.tasks.look.tables.scores import explain_scorers, resolve_scorer
 from rollmill.tasks.look.tables.selection import Selection, check_known, scan_partitions, select_partitions
 from rollmill.tasks.look.tables.view import Column, View, count_noun, drop_uniform, limit_notes, order_rows
 from rollmill.tasks.store.attempts import last_attempts, short_id
@@ -85,7 +85,7 @@ def make_trajectories_view(folder: RunFolder, selection: Selection) -> View:
         title,
         drop_uniform(TRAJECTORY_COLUMNS, shown, ("step", "env"), ("error", "advantage")),
         shown,
-        notes,
+        [*notes, *(explain_scorers(folder, scorer) if scorer else ())],
     )
 
 

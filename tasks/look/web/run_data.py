@@ -23,7 +23,7 @@ from rollmill.tasks.errors import ConfigError, RollmillError
 from rollmill.tasks.look.tables.curves import Curves, read_curves
 from rollmill.tasks.look.tables.run_frames import RunFrames
 from rollmill.tasks.look.tables.run_tables import GROUP_COLUMNS, make_run_view, select_groups
-from rollmill.tasks.look.tables.scores import resolve_scorer
+from rollmill.tasks.look.tables.scores import explain_scorers, resolve_scorer
 from rollmill.tasks.look.tables.selection import Selection, select_partitions
 from rollmill.tasks.look.tables.trajectory_table import (
     BATCH_COLUMNS,
@@ -351,7 +351,8 @@ class RunData:
             page = add_messages(self.folder, shown, is_held_out=selection.evaluations)
             for row in page:
                 row.pop("messages")
-        return TablePage(name_error_types(page), len(rows), note)
+        explained = explain_scorers(self.folder, scorer) if scorer else []
+        return TablePage(name_error_types(page), len(rows), " · ".join(filter(None, (note, *explained))))
 
     def _filter(
         self, rows: pl.DataFrame, selection: Selection, scorer: str | None, where: str

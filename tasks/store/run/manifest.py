@@ -64,6 +64,7 @@ class Manifest:
         trains: False for a run of the flow collect, whose steps are done when they have metrics.
         earlier_settings: settings of training that changed, as earlier steps were trained under them, oldest first; later steps
             have those of `config`.
+        scorers: what a scorer's version with a digest is a digest of, by NAME@VERSION: the scorers with their arguments.
     """
 
     run: str
@@ -79,6 +80,7 @@ class Manifest:
     sources: tuple[TrainingSource, ...] = ()
     trains: bool = True
     earlier_settings: tuple[EarlierSettings, ...] = ()
+    scorers: dict[str, str] = field(default_factory=dict)
 
     @property
     def first_step(self) -> int:

@@ -146,6 +146,11 @@ class OpenRun:
         if not self.manifest.sources:
             self._replace(replace(self.manifest, sources=sources))
 
+    def keep_scorer(self, key: str, description: str) -> None:
+        """Record in run.json what the version of a scorer, NAME@VERSION, is a digest of; empty: of nothing."""
+        if description and self.manifest.scorers.get(key) != description:
+            self._replace(replace(self.manifest, scorers={**self.manifest.scorers, key: description}))
+
     def finish(self) -> None:
         """Set the run's status in run.json to finished, since all its steps are done."""
         self._replace(replace(self.manifest, status="finished"))

@@ -8,6 +8,7 @@ from dash.development.base_component import Component
 
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.run_tables import MIN_NORMAL, Z
+from rollmill.tasks.look.tables.scores import explain_scorers
 from rollmill.tasks.look.tables.view import Column, count_noun, order_rows
 from rollmill.tasks.look.web.charts import make_scatter
 from rollmill.tasks.look.web.grid import make_grid
@@ -54,6 +55,7 @@ def render_comparison(source: RunData, query: Query) -> Component:
             render_head("compare"),
             html.Div(filters, className="filters"),
             *(html.P(line, className="summary") for line in _summarize(rows, a, b)),
+            *(html.P(line, className="quiet") for line in explain_scorers(source.folder, a, b)),
             html.Div(make_scatter("rewards", rows, a, b), className="charts one"),
             dcc.Store(id="asked", data={"path": COMPARE, "search": query.search}),
             make_grid(comparison_columns(query), query["sort"], LINKS),
