@@ -78,7 +78,8 @@ class SendProgress:
         finally:
             ended.set()
             reporter.join()
-            self._store.delete_key(self._own)
+            # Whoever reads a removed key waits for it, and lets nobody else use the connection.
+            self._store.set(self._own, "{}")
 
     def total(self) -> dict[str, int]:
         """Return the bytes sent to each server by all ranks, as last reported; empty before the first report."""
