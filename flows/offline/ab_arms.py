@@ -9,6 +9,7 @@ from rollmill.flows.configuration.config import RescoreConfig, RunConfig
 from rollmill.flows.configuration.presets import are_algorithms, merge_settings, preset_values
 from rollmill.flows.configuration.settings import apply_overrides, name_override, scorer_overrides, validate
 from rollmill.flows.offline.unscored import REWARD_COLUMNS, check_rescoring, is_rescored
+from rollmill.flows.policies.policy_gate import HELD_OUT_SETTINGS
 from rollmill.flows.run.folder import choose_version, is_finished, run_folder
 from rollmill.tasks.errors import ConfigError, RunMismatchError
 from rollmill.tasks.look.comparisons.paired_evaluations import is_complete
@@ -25,12 +26,8 @@ from rollmill.tasks.store.run.run_search import find_run, store_root
 _INDIFFERENT = frozenset(
     {"observe", "serve", "store", "sync", "checkpoint", "max_restarts", "start_timeout_s"}
 )
-# Settings that decide what is sampled of a held-out prompt, and with which model: in them the source is comparable to its arms.
-_REFERENCE_SETTINGS = (
-    *("model", "seed", "start_model"),
-    *("rollout.environment", "rollout.temperature", "rollout.max_completion_tokens", "rollout.sampling"),
-    *("evaluate.samples", "evaluate.temperature"),
-)
+# Settings that decide what is sampled of a held-out prompt, and with which model: in them the source is comparable with its arms.
+_REFERENCE_SETTINGS = ("model", "seed", "start_model", *HELD_OUT_SETTINGS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,13 +30,17 @@ from rollmill.tasks.store.run.manifest import read_manifest
 from rollmill.tasks.store.run.run_search import store_root
 
 DEFAULT_ALIAS = "policies/production"
-# Settings that decide what is sampled of a held-out prompt, and its reward. Two evaluations that differ in one are not compared.
-_EVALUATION_SETTINGS = (
+HELD_OUT_SETTINGS = (
     *("rollout.environment", "rollout.prompts.system", "rollout.agent.command", "rollout.agent.problems"),
     *("rollout.chat_template", "rollout.chat_template_kwargs"),
     *("rollout.temperature", "rollout.max_completion_tokens", "rollout.sampling", "serve.max_model_len"),
-    *("score.scorer", "score.sum", "score.judge", "score.reward_model"),
-    *("evaluate.samples", "evaluate.temperature", "evaluate.scorer"),
+    *("evaluate.samples", "evaluate.temperature"),
+)
+"""Settings that decide what is sampled of a held-out prompt. Two evaluations that differ in one are not compared."""
+# These decide its reward too.
+_EVALUATION_SETTINGS = (
+    *HELD_OUT_SETTINGS,
+    *("score.scorer", "score.sum", "score.judge", "score.reward_model", "evaluate.scorer"),
 )
 
 

@@ -185,6 +185,7 @@ def test_the_runs_evaluation_of_the_start_model_is_used_if_it_was_made_alike(com
     assert compare("exact").has_reference
     assert not compare("exact", overrides=("evaluate.temperature=0.5",)).has_reference
     assert not compare("exact", overrides=("seed=5",)).has_reference
+    assert not compare("exact", overrides=("rollout.prompts.system=Be brief.",)).has_reference
 
 
 def test_the_estimate_of_an_arm_has_its_gain_under_each_scorer(compare: Compare) -> None:
