@@ -23,17 +23,16 @@ from rollmill.tasks.rollout.chat_logs.logged_trajectory import build_logged_traj
 from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
 
 ASKED = {"role": "user", "content": "What do figs cost?"}
-CALLING = {
-    "role": "assistant",
-    "content": None,
-    "tool_calls": [
-        {
-            "id": "call_1",
-            "type": "function",
-            "function": {"name": "price", "arguments": '{"fruit": "fig"}'},
-        }
-    ],
-}
+
+
+def called_with(arguments: str) -> dict[str, Any]:
+    """A message of the policy that asks for a price."""
+    function = {"name": "price", "arguments": arguments}
+    calls = [{"id": "call_1", "type": "function", "function": function}]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+CALLING = called_with('{"fruit": "fig"}')
 PRICED = {"role": "tool", "content": "7", "tool_call_id": "call_1"}
 ANSWERED = {"role": "assistant", "content": "They cost 7."}
 PRICE = {
@@ -216,6 +215,9 @@ def test_an_answer_that_was_cut_has_no_end(tokenizer: ChatTokenizer) -> None:
         ({"messages": [ASKED, ANSWERED], "started_at": "yesterday"}, "started_at"),
         ({"messages": [ASKED, ANSWERED], "started_at": 1e30}, "OverflowError"),
         ({"messages": [ASKED | {"content": "\ud83d"}, ANSWERED]}, "UnicodeEncodeError"),
+        ({"messages": [ASKED, called_with('{"fruit": "\\ud83d"}'), PRICED, ANSWERED]}, "UnicodeEncodeError"),
+        ({"messages": [ASKED, ANSWERED], "tools": [PRICE | {"description": "\ud83d"}]}, "UnicodeEncodeError"),
+        ({"messages": [ASKED, ANSWERED], "model": "\ud83d"}, "UnicodeEncodeError"),
         ({"messages": [ASKED, 5]}, "Expected `object`"),
         ([1], "no JSON object"),
         ({"resourceSpans": [{"scopeSpans": [{"spans": [{"attributes": 3}]}]}]}, "another form than OTLP's"),

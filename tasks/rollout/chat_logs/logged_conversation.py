@@ -116,10 +116,11 @@ def parse_conversation(line: Mapping[str, Any], source: str) -> LoggedConversati
     try:
         given = msgspec.convert({name: line.get(name) for name in _Line.__struct_fields__}, _Line)
         started_at = _as_time(given.started_at)
-        # What cannot be written as JSON in UTF-8, such as half of an emoji, cannot be stored.
         _as_bytes(example)
-        for each in messages:
-            each.content.encode()
+        # What cannot be written in UTF-8, such as half of an emoji, can be neither tokenized nor stored.
+        said = [(each.name, *_what_was_said(each)) for each in messages]
+        written = [said, named["tools"], given.model, given.finish_reason]
+        json.dumps(written, ensure_ascii=False).encode()
     except (ValueError, TypeError, OverflowError, OSError, RecursionError) as error:
         raise EpisodeError(f"{type(error).__name__}: {error}") from error
     return LoggedConversation(
