@@ -6,6 +6,7 @@ A generation is vLLM's own JSON, or the arrays of our vLLM plugin (tasks/sync/vl
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -77,6 +78,34 @@ class _ArraysResponse(msgspec.Struct):
     routed_experts: memoryview | None = None
     routed_shape: tuple[int, ...] = ()
     routed_dtype: str = ""
+
+
+class WeightInfo(msgspec.Struct):
+    """Response of /weight_info: the name of the weights."""
+
+    weight_version: str | None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class Models(msgspec.Struct):
+    """Response of /v1/models."""
+
+    data: Annotated[list[_Model], msgspec.Meta(min_length=1)]
+
+
+class Tokenized(msgspec.Struct):
+    """Response of /tokenize."""
+
+    tokens: list[int]
+
+
+class Detokenized(msgspec.Struct):
+    """Response of /detokenize: the text."""
+
+    prompt: str
 
 
 _decode = msgspec.json.Decoder(_GenerateResponse).decode

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -17,7 +18,16 @@ from rollmill.tasks.observe.retries import Retries
 from rollmill.tasks.processes.launched_process import LaunchedProcess
 from rollmill.tasks.serve.config import ServeConfig
 from rollmill.tasks.serve.http_connection import Body, ServiceClient, wait_for_start
-from rollmill.tasks.serve.responses import ARRAYS, Completion, decode_completion, prompt_logprobs_reader
+from rollmill.tasks.serve.responses import (
+    ARRAYS,
+    Completion,
+    Detokenized,
+    Models,
+    Tokenized,
+    WeightInfo,
+    decode_completion,
+    prompt_logprobs_reader,
+)
 from rollmill.tasks.serve.vllm_launch import API_KEY_ENV, PLUGIN_REMEDY, ROUTING_ARGUMENT, has_plugin_failure
 
 Answer = TypeVar("Answer")
@@ -105,7 +115,8 @@ class VllmClient(ServiceClient):
     async def is_healthy(self) -> bool:
         """Return True if the server and its engine answer."""
         try:
-            await self._once("GET", "/health")
+            # A gateway before the server may answer in words.
+            await self._connection.send("GET", "/health", b"", self._limits.connect_timeout_s)
         except RequestError:
             return False
         return True
@@ -245,12 +256,12 @@ class VllmClient(ServiceClient):
 
     async def version(self) -> str:
         """Return the name of the weights that the server has."""
-        return str((await self._call("GET", "/weight_info"))["weight_version"])
+        return str((await self._ask(WeightInfo, "GET", "/weight_info")).weight_version)
 
     async def model(self) -> str:
         """Return the name of the served model; if that is a folder, its last part."""
-        (first, *_) = (await self._call("GET", "/v1/models"))["data"]
-        return str(first["id"]).rstrip("/").rpartition("/")[2]
+        models = (await self._ask(Models, "GET", "/v1/models")).data
+        return models[0].id.rstrip("/").rpartition("/")[2]
 
     async def set_version(self, version: str) -> None:
         """Change the name of the weights that the server has, without sending weights."""
@@ -266,8 +277,8 @@ class VllmClient(ServiceClient):
 
     async def tokenize(self, text: str) -> list[int]:
         """Return the token ids of a text from the server's tokenizer, without special tokens."""
-        answer = await self._call("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})
-        return [int(token) for token in answer["tokens"]]
+        body = {"prompt": text, "add_special_tokens": False}
+        return (await self._ask(Tokenized, "POST", "/tokenize", body)).tokens
 
     async def tokenize_chat(
         self, messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]] = ()
@@ -276,11 +287,11 @@ class VllmClient(ServiceClient):
         body = {"messages": list(messages), "add_generation_prompt": True, "add_special_tokens": False}
         # vLLM passes an empty list to templates, which then write about tools.
         offered = {"tools": list(tools)} if tools else {}
-        return [int(token) for token in (await self._call("POST", "/tokenize", body | offered))["tokens"]]
+        return (await self._ask(Tokenized, "POST", "/tokenize", body | offered)).tokens
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids by the server's tokenizer, special tokens included."""
-        return str((await self._call("POST", "/detokenize", {"tokens": list(token_ids)}))["prompt"])
+        return (await self._ask(Detokenized, "POST", "/detokenize", {"tokens": list(token_ids)})).prompt
 
     async def _check_plugin(self) -> None:
         """Raise RequestError with the remedy if the server lacks the plugin's routes."""
@@ -351,18 +362,27 @@ class VllmClient(ServiceClient):
         except (msgspec.DecodeError, LookupError, ValueError) as error:
             raise TransientRequestError(f"{self.url}: cannot read its response: {error}") from error
 
-    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Send a control request and return its decoded JSON response; None if the response has no body.
+    async def _ask(
+        self, kind: type[Answer], method: str, path: str, body: dict[str, Any] | None = None
+    ) -> Answer:
+        """Send a control request and return its JSON response as `kind`; errors and repetition as of `_call`."""
+
+        async def ask() -> Answer:
+            answer = await self._once(method, path, body)
+            return await self._decode(answer, partial(msgspec.json.decode, type=kind))
+
+        return await self._again(ask)
+
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Body:
+        """Send a control request and return the body of its response.
 
         It is sent again after transient errors, so it must be repeatable.
         """
         return await self._again(lambda: self._once(method, path, body))
 
-    async def _once(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Send a control request once and return its decoded JSON response; None if the response has no body."""
+    async def _once(self, method: str, path: str, body: dict[str, Any] | None) -> Body:
         content = msgspec.json.encode(body) if body is not None else b""
-        answer = await self._connection.send(method, path, content, self._limits.connect_timeout_s)
-        return msgspec.json.decode(answer) if answer else None
+        return await self._connection.send(method, path, content, self._limits.connect_timeout_s)
 
     async def _again(self, send: Callable[[], Awaitable[Answer]]) -> Answer:
         """Call `send` and return its result; after a transient error again, up to ClientLimits.control_attempts times in all."""

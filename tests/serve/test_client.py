@@ -245,6 +245,28 @@ async def test_an_answer_that_cannot_be_read_is_transient_since_another_server_m
         await answering.generate(PROMPT, **SAMPLING)
 
 
+@pytest.mark.parametrize(
+    "answering",
+    [response("200 OK", b"<html>"), response("200 OK", b"[]"), response("200 OK", b'{"data": []}')],
+    indirect=True,
+)
+async def test_a_control_answer_that_cannot_be_read_is_an_error_of_the_server(answering) -> None:
+    for call in (
+        answering.version(),
+        answering.model(),
+        answering.tokenize("a"),
+        answering.tokenize_chat([{"role": "user", "content": "a"}]),
+        answering.detokenize([1]),
+    ):
+        with pytest.raises(TransientRequestError, match="cannot read its response"):
+            await call
+
+
+@pytest.mark.parametrize("answering", [response("200 OK", b"healthy\n")], indirect=True)
+async def test_a_gateway_may_say_in_words_that_a_server_is_healthy(answering) -> None:
+    assert await answering.is_healthy()
+
+
 @pytest.mark.parametrize("answering", [response("404 no", b"gone")], indirect=True)
 async def test_a_missing_route_is_a_permanent_error(answering) -> None:
     with pytest.raises(RequestError) as wrong:
