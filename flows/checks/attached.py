@@ -16,6 +16,7 @@ from rollmill.tasks.serve.config import ServeConfig
 from rollmill.tasks.serve.http_connection import TRANSIENT_STATUSES, HttpConnection
 from rollmill.tasks.serve.vllm_client import PATIENCE
 from rollmill.tasks.serve.vllm_launch import API_KEY_ENV, LOGPROBS_MODE, PLUGIN_REMEDY, TRANSFER_BACKEND
+from rollmill.tasks.train.service.commands import TrainerHealth
 from rollmill.tasks.train.service.launch import TOKEN_ENV
 
 RETRY_INTERVAL_S = 0.5
@@ -97,7 +98,7 @@ async def _check(field: str, url: str, check: Callable[[HttpConnection], Awaitab
 
 
 async def _check_trainer(config: RunConfig, connection: HttpConnection) -> None:
-    status, _ = await _answer(connection, "GET", "/v1/health", _CONNECT_S)
+    status, body = await _answer(connection, "GET", "/v1/health", _CONNECT_S)
     if status == HTTPStatus.UNAUTHORIZED:
         remedy = (
             f"the trainer at {config.train.url} has a different access token than this environment variable"
@@ -107,6 +108,11 @@ async def _check_trainer(config: RunConfig, connection: HttpConnection) -> None:
         raise ConfigError(
             "train.url", config.train.url, f"the service there is not a trainer (/v1/health: {status})"
         )
+    try:
+        msgspec.json.decode(body, type=TrainerHealth)
+    except msgspec.DecodeError as error:
+        remedy = f"the service there is not a trainer, or one of another version (/v1/health: {error})"
+        raise ConfigError("train.url", config.train.url, remedy) from error
 
 
 async def _ask_to_generate(url: str, connection: HttpConnection) -> int:

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from msgspec import to_builtins
 
 from rollmill.flows.checks import attached as attached_services
 from rollmill.flows.checks.attached import check_attached
 from rollmill.flows.configuration.config import RunConfig
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.processes.launched_process import free_port
+from rollmill.tasks.train.service.commands import TrainerHealth
 from tests.stubs.toy_settings import validate_toy
 
 SETTINGS = {
@@ -79,7 +81,8 @@ async def refusal(config: RunConfig) -> ConfigError:
 
 
 async def test_services_that_have_what_a_run_needs_are_accepted(serve: Serve) -> None:
-    async with serve(vllm()) as url, serve({"/v1/health": (200, {})}) as trainer:
+    health = to_builtins(TrainerHealth("", 0, -1, "", 1, [0.0], "", {}, "cpu"))
+    async with serve(vllm()) as url, serve({"/v1/health": (200, health)}) as trainer:
         await check_attached(attach_run(serve=[url], train=trainer))
 
 
@@ -186,3 +189,8 @@ async def test_a_reference_server_must_score_a_longest_sequence(
 async def test_a_service_that_is_no_trainer_is_refused(serve: Serve) -> None:
     async with serve({}) as url:
         assert (await refusal(attach_run(train=url))).field == "train.url"
+    # Some services answer every path, such as Prefect's UI.
+    async with serve({"/v1/health": (200, "a page")}) as url:
+        error = await refusal(attach_run(train=url))
+    assert (error.field, error.value) == ("train.url", url)
+    assert "is not a trainer" in error.remedy
