@@ -193,16 +193,16 @@ class FolderLock:
                     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
                     on_failure.callback(os.close, descriptor)
                     _wait_for_lock(descriptor, path, folder, deadline)
-                    # The folder may have been renamed meanwhile, with its lock.
-                    with contextlib.suppress(FileNotFoundError):
-                        if os.path.samestat(os.fstat(descriptor), path.stat()):
-                            # For the error of a process that finds the run locked; the lock itself is the kernel's.
-                            os.ftruncate(descriptor, 0)
-                            os.pwrite(descriptor, LockHolder.this_process().model_dump_json().encode(), 0)
-                            on_failure.pop_all()
-                            return cls(descriptor)
+                    # The folder may have been renamed meanwhile, with its lock. Some file systems give a file another number at each look.
+                    if _is_file_at(descriptor, path) or time.monotonic() >= deadline:
+                        # For the error of a process that finds the run locked; the lock itself is the kernel's.
+                        os.ftruncate(descriptor, 0)
+                        os.pwrite(descriptor, LockHolder.this_process().model_dump_json().encode(), 0)
+                        on_failure.pop_all()
+                        return cls(descriptor)
             except OSError as error:
                 raise unwritable_error(error, folder, root) from error
+            time.sleep(RETRY_S)
 
     def check(self) -> None:
         """Do nothing: a held flock cannot be lost."""
@@ -243,6 +243,13 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)
+
+
+def _is_file_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _wait_for_lock(descriptor: int, path: Path, folder: RunFolder, deadline: float) -> None:
