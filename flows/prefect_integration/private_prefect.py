@@ -91,6 +91,7 @@ class StepPauses:
     def __init__(self, steps: int, on_request: Callable[[], object]) -> None:
         self._steps, self._on_request = steps, on_request
         self._suspended: State | None = None
+        self._due_step = -1
 
     def mark_requested(self, state: State) -> None:
         """Keep a request to pause; `state` is the flow run's state that Prefect's server accepted for it."""
@@ -99,16 +100,21 @@ class StepPauses:
             self._on_request()
 
     def is_due(self, step: int) -> bool:
-        """Return True if the run is to pause before `step`; then nothing of the step may begin."""
-        return self._suspended is not None and step < self._steps
+        """Return True if the run is to pause before `step`; then nothing of the step may begin.
+
+        A step that begins after this returned False is finished first, also if the request comes just then.
+        """
+        is_due = self._suspended is not None and step < self._steps
+        self._due_step = step if is_due else -1
+        return is_due
 
     def before(self, step: int) -> None:
-        """End the flow before `step`, with its services, if a pause is due; Resume in Prefect starts it again at this step.
+        """End the flow before `step`, with its services, if `is_due` returned True of it; Resume in Prefect starts it again at this step.
 
         Raises:
             Pause: Prefect leaves the flow run in the state Suspended.
         """
-        if self._suspended is not None and self.is_due(step):
+        if self._suspended is not None and step == self._due_step:
             say(f"paused before step {step}: Resume continues from here, on any worker")
             raise Pause(state=self._suspended)
 

@@ -57,6 +57,9 @@ def test_a_pause_is_due_before_the_next_step_and_not_after_the_last() -> None:
     pauses.mark_requested(state)
     pauses.mark_requested(state)
     assert calls == [True]
+    # Step 1 began before the request.
+    pauses.before(1)
+    assert pauses.is_due(2)
     with disable_run_logger(), pytest.raises(Pause) as raised:
         pauses.before(2)
     assert raised.value.state is state
