@@ -19,6 +19,9 @@ from rollmill.tasks.config import check_extra
 from rollmill.tasks.errors import ShardError, ShardGoneError, StoreError
 from rollmill.tasks.store.folders import RunFolder
 
+LIST_ATTEMPTS = 20
+"""Attempts to list files while others remove folders."""
+
 
 class Files(Protocol):
     """Storage of the files of one run, on a disk or on S3; a file's key is its path below the run's folder.
@@ -223,10 +226,14 @@ class LocalFiles:
         publish_text(self, key, text)
 
     def keys(self, pattern: str) -> list[str]:
-        while True:
+        for _ in range(LIST_ATTEMPTS - 1):
             # A folder of a removed checkpoint may vanish while it is listed.
             with contextlib.suppress(FileNotFoundError):
-                return sorted(path.relative_to(self._root).as_posix() for path in self._root.glob(pattern))
+                return self._list(pattern)
+        return self._list(pattern)
+
+    def _list(self, pattern: str) -> list[str]:
+        return sorted(path.relative_to(self._root).as_posix() for path in self._root.glob(pattern))
 
     def sizes(self, pattern: str) -> dict[str, int]:
         found = {}
