@@ -6,11 +6,12 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import patient
 
@@ -44,6 +45,7 @@ class Scene:
     Args:
         changes: by page, or "" for all: words and numbers of commands, and those that replace them here.
         places: values of names in braces in these.
+        before: what happens before a command.
         after: what happens between a command and the next one.
     """
 
@@ -54,10 +56,11 @@ class Scene:
         environment: Mapping[str, str],
         changes: Mapping[str, Mapping[str, str]],
         places: Mapping[str, str],
+        before: Callable[["Scene", Command], None] | None = None,
         after: Callable[["Scene", Command, str], None] | None = None,
     ) -> None:
         self.folder, self._changes, self._places = folder, changes, dict(places)
-        self._after = after
+        self._before, self._after = before, after
         self.environment = {**environment, "PATH": f"{TOOLS}:{os.environ['PATH']}"}
         self._commands, self._outcomes = list(commands), dict[str, Outcome]()
         self._running: list[subprocess.Popen[str]] = []
@@ -72,6 +75,8 @@ class Scene:
         """
         for each in self._commands[: self._commands.index(command) + 1]:
             if (line := self.change(each)) not in self._outcomes:
+                if self._before:
+                    self._before(self, each)
                 self._outcomes[line] = outcome = self._start(each.text, line)
                 if self._after and not outcome.status:
                     self._after(self, each, outcome.output)
@@ -88,6 +93,22 @@ class Scene:
         outcome = self._start(line, line)
         assert not outcome.status, f"{line}\n{outcome.output}"
 
+    def kill(self, command: Command, after_s: float) -> bool:
+        """Start a command, and end it by SIGKILL after as many seconds; returns False if it ended before.
+
+        Raises:
+            AssertionError: it failed before; with what it printed.
+        """
+        with tempfile.TemporaryFile("w+") as printed, self._open(self.change(command), printed) as process:
+            try:
+                status = process.wait(after_s)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                return True
+            printed.seek(0)
+            assert status == 0, f"{command}\n{printed.read()}"
+            return False
+
     def change(self, command: Command) -> str:
         """The command as it is run here."""
         text = command.text
@@ -96,17 +117,20 @@ class Scene:
             text = re.sub(rf"(?<![\w.]){re.escape(old)}(?!\w|\.\d)", lambda _, given=given: given, text)
         return text
 
-    def _start(self, text: str, line: str) -> Outcome:
-        process = subprocess.Popen(
+    def _open(self, line: str, output: int | IO[str]) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
             ["bash", "-c", line],
             cwd=self.folder,
             env=self.environment,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
+
+    def _start(self, text: str, line: str) -> Outcome:
+        process = self._open(line, subprocess.PIPE)
         words = [word for word in shlex.split(text) if not re.match(r"[A-Z_]+=", word)]
         for pattern, sign in STAYS.items():
             if re.match(pattern, " ".join(words)):

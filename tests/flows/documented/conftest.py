@@ -37,6 +37,7 @@ def open_scene(
         values: Mapping[str, Mapping[str, Any]] | None = None,
         environment: Mapping[str, str] | None = None,
         after: Callable[[Scene, Command, str], None] | None = None,
+        before: Callable[[Scene, Command], None] | None = None,
         **places: str,
     ) -> Iterator[Scene]:
         folder = tmp_path_factory.mktemp("scene")
@@ -48,6 +49,7 @@ def open_scene(
                 place.environment | dict(environment or {}),
                 CHANGED,
                 {"api": prefect_api, **places},
+                before,
                 after,
             )
             try:
