@@ -1,7 +1,7 @@
 """The flow verify-sync: sends a run's weights to its servers and compares every tensor and the live models."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,18 +13,19 @@ from rollmill.flows.failure import one_error
 from rollmill.flows.offline.replay_trainer import ReplayTrainer, make_scratch, scratch_variables
 from rollmill.flows.policies.services import open_services
 from rollmill.flows.policies.sync_report import SyncVerdict, verdict_table
+from rollmill.flows.policies.written_weights import WeightFiles
 from rollmill.flows.start_model import ensure_start_model
 from rollmill.tasks.errors import SyncError
 from rollmill.tasks.serve.policy_version import PolicyVersion
 from rollmill.tasks.serve.vllm_client import VllmClient
-from rollmill.tasks.store.checkpoints.weight_snapshots import remove_weights, weight_urls, weights_location
+from rollmill.tasks.store.checkpoints.weight_snapshots import weights_location
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.run.resume import find_resume_point
 from rollmill.tasks.store.run.writable_run import OpenRun
-from rollmill.tasks.sync.broadcast import FILES, VERIFY, Broadcast, find_route
+from rollmill.tasks.sync.broadcast import VERIFY, Broadcast, find_route
 from rollmill.tasks.sync.config import SyncConfig
-from rollmill.tasks.sync.weight_messages import WeightUpdateResponse
-from rollmill.tasks.train.service.commands import DigestWeights, WriteWeights
+from rollmill.tasks.sync.weight_messages import SendTarget, WeightUpdateResponse
+from rollmill.tasks.train.service.commands import DigestWeights
 from rollmill.tasks.train.service.trainer_client import TrainerClient
 
 
@@ -110,22 +111,17 @@ async def _broadcast(
     with one_error():
         async with asyncio.TaskGroup() as group:
             finding = {each: group.create_task(find_route(each, offer, config)) for each in servers}
-    routes = {server: found.result()[0] for server, found in finding.items()}
-    reads_files = any(route.transport == FILES for route in routes.values())
+    routes: Mapping[VllmClient, SendTarget] = {server: found.result()[0] for server, found in finding.items()}
+    files, mode = WeightFiles(trainer, location, config.timeout_s), VERIFY if compared else ""
     try:
-        files: Sequence[str] = ()
-        if reads_files:
-            written = await trainer.do(WriteWeights(folder=location, version=version.version))
-            files = weight_urls(written, config.timeout_s)
-        mode = VERIFY if compared else ""
-        broadcast = Broadcast(trainer, offer, routes, str(version), config, compared, files, mode=mode)
+        routes, paths = await files.write_for(routes, version)
+        broadcast = Broadcast(trainer, offer, routes, str(version), config, compared, paths, mode=mode)
         with one_error():
             async with asyncio.TaskGroup() as group:
                 group.create_task(broadcast.send())
                 responses = {each: group.create_task(broadcast.update_server(each)) for each in servers}
     finally:
-        if reads_files:
-            await asyncio.to_thread(remove_weights, location)
+        await files.clear()
     return {server: response.result() for server, response in responses.items()}
 
 

@@ -26,18 +26,18 @@ from rollmill.flows.checks.machine_checks import MAKE_ENVIRONMENTS, CheckResult,
 from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.failure import one_error
 from rollmill.flows.policies.services import ServerService, TrainerService, create_servers, start_services
+from rollmill.flows.policies.trainer_state import load_policy
 from rollmill.flows.run.trainer_program import run_trainer_program
 from rollmill.flows.verify_sync import verify_weights
 from rollmill.tasks.errors import RollmillError, SyncError, TrainError
 from rollmill.tasks.processes.gpus import list_visible_gpus
 from rollmill.tasks.rollout.chat_tokenizer import save_character_tokenizer
 from rollmill.tasks.serve.policy_version import PolicyVersion
-from rollmill.tasks.store.folders import SCRATCH_ENV
+from rollmill.tasks.store.folders import SCRATCH_ENV, RunFolder
 from rollmill.tasks.sync.broadcast import fetch_logprobs
 from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.sync.weight_parity import FLOAT32_LIMITS, START_LIMITS, LogprobDifferences
 from rollmill.tasks.train.engine.memory_plan import GIB
-from rollmill.tasks.train.service.commands import LoadPolicy
 
 NAME_WIDTH = 24
 
@@ -213,15 +213,7 @@ async def _try_sync(config: RunConfig, folder: Path, report: Report) -> str:
     trainer = TrainerService(config, folder, {SCRATCH_ENV: str(folder / "scratch")}, gpus.trainer)
     (server,) = create_servers(config, folder / "server", folder, gpus)
     async with start_services((trainer, server)):
-        load = LoadPolicy(
-            run_id=VERSION.run,
-            incarnation=VERSION.incarnation,
-            model=config.model,
-            folder=str(folder),
-            checkpoint=None,
-            version=VERSION.version,
-        )
-        await trainer.client.do(load)
+        await load_policy(trainer.client, RunFolder(str(folder)), Path(config.model), VERSION)
         differences = await _compare(trainer, server, config)
         if differences.mean < START_LIMITS.mean:
             raise SyncError(
@@ -267,6 +259,11 @@ async def _check_parity(trainer: TrainerService, server: ServerService, config: 
 
 async def _compare(trainer: TrainerService, server: ServerService, config: RunConfig) -> LogprobDifferences:
     sequences = [np.array(each, np.int32) for each in TOKENS]
-    timeout_s = config.sync.timeout_s
-    pair = await fetch_logprobs(trainer.client, server.client, sequences, str(VERSION), timeout_s=timeout_s)
+    pair = await fetch_logprobs(
+        trainer.client.logprobs(TOKENS),
+        server.client,
+        sequences,
+        str(VERSION),
+        timeout_s=config.sync.timeout_s,
+    )
     return LogprobDifferences.measure(*pair)

@@ -38,7 +38,7 @@ from rollmill.tasks.serve.vllm_client import VllmClient
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import scan
 from rollmill.tasks.store.stored_batch import read_batch_sequences
-from rollmill.tasks.sync.broadcast import LogprobSource, fetch_logprobs, name_errors, score_by_server
+from rollmill.tasks.sync.broadcast import fetch_logprobs, name_errors, score_by_server
 from rollmill.tasks.sync.weight_parity import (
     NOT_COMPARED,
     START_LIMITS,
@@ -49,6 +49,7 @@ from rollmill.tasks.sync.weight_parity import (
     ParityWindow,
     find_excess,
 )
+from rollmill.tasks.train.service.trainer_client import TrainerClient
 
 Value = TypeVar("Value")
 
@@ -235,21 +236,6 @@ def ratio_warning(config: RunConfig, step: int, metrics: Sequence[Metric]) -> st
     )
 
 
-@dataclass(frozen=True, slots=True)
-class CachedTrainerScorer:
-    """The trainer's log-probabilities at one version, as a LogprobSource that asks the trainer once for all servers."""
-
-    parity: "Parity"
-    version: PolicyVersion
-
-    async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Return the trainer's log-probabilities of the sequences that servers are compared on: [B][T-1], in nats.
-
-        `sequences` is not read: those of the version are known.
-        """
-        return await self.parity.expect(self.version)
-
-
 class Latest(Generic[Value]):
     """Cache of one value, that of the latest key; concurrent calls for the same key share one fetch."""
 
@@ -288,7 +274,7 @@ class Parity:
         trainer: source of the expected log-probabilities.
     """
 
-    def __init__(self, run: ServedRun, trainer: LogprobSource) -> None:
+    def __init__(self, run: ServedRun, trainer: TrainerClient) -> None:
         self._run, self._trainer = run, trainer
         self._window = ParityWindow(run.config.serve.dtype, _read_differences(run.folder))
         self._expected, self._sequences = Latest[list[list[float]]](), Latest[Sequence[np.ndarray]]()
@@ -327,7 +313,7 @@ class Parity:
         """Have a server score the sequences of `version` with the weights before; one that fails is compared without it."""
         sequences, limit_s = await self.sequences(version), self._run.config.sync.timeout_s
         with suppress(SyncError):
-            async with name_errors(server, "scoring with its weights", "sync.timeout_s", limit_s):
+            async with name_errors(server, "scoring with its weights", limit_s):
                 scored = await score_by_server(server, sequences, limit_s)
                 self._servers_before[server] = str(version), scored
 
@@ -341,8 +327,13 @@ class Parity:
         # The first token of a sequence has no log-probability.
         if all(len(each) < 2 for each in sequences):
             return ParityResult(NOT_COMPARED, None, "")
-        scorer, timeout_s = CachedTrainerScorer(self, version), self._run.config.sync.timeout_s
-        expected, found = await fetch_logprobs(scorer, server, sequences, str(version), timeout_s=timeout_s)
+        expected, found = await fetch_logprobs(
+            self.expect(version),
+            server,
+            sequences,
+            str(version),
+            timeout_s=self._run.config.sync.timeout_s,
+        )
         differences = LogprobDifferences.measure(expected, found)
         movement = self._measure_movement(server, version, expected, found)
         alarm = self._window.find_excess(differences)

@@ -30,6 +30,7 @@ from rollmill.tasks.observe.span_waits import wait_for_others
 from rollmill.tasks.observe.spans import span, within
 from rollmill.tasks.serve.policy_version import PolicyVersion
 from rollmill.tasks.serve.vllm_client import VllmClient
+from rollmill.tasks.store.checkpoints.weight_snapshots import weights_location
 from rollmill.tasks.sync.broadcast import FILES, VERIFY, Broadcast, find_route, name_snapshot
 from rollmill.tasks.sync.weight_messages import (
     DEVICE_TRANSPORTS,
@@ -74,7 +75,9 @@ class WeightSync(PolicyServers):
         self._route_report = RouteReport()
         # By server: transports that failed, which are not tried again.
         self._failed_transports: dict[VllmClient, set[str]] = defaultdict(set)
-        self._files = WeightFiles(run, trainer)
+        config = run.config.sync
+        location = weights_location(run.folder, run.id, config.folder)
+        self._files = WeightFiles(trainer, location, config.timeout_s)
         self._calls, self.submitted = 0, Submission("servers")
 
     @property

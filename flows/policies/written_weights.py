@@ -4,10 +4,9 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from rollmill.flows.policies.server_parity import ServedRun
 from rollmill.tasks.serve.policy_version import PolicyVersion
 from rollmill.tasks.serve.vllm_client import VllmClient
-from rollmill.tasks.store.checkpoints.weight_snapshots import remove_weights, weight_urls, weights_location
+from rollmill.tasks.store.checkpoints.weight_snapshots import remove_weights, weight_urls
 from rollmill.tasks.sync.broadcast import FILES
 from rollmill.tasks.sync.weight_messages import SendTarget
 from rollmill.tasks.train.service.commands import WriteWeights
@@ -18,16 +17,17 @@ class WeightFiles:
     """Has the trainer write its weights for servers that read files.
 
     Args:
-        run: the run that the servers sample for.
-        trainer: its trainer.
+        trainer: the trainer.
+        location: where it writes them, of `weights_location`.
+        timeout_s: seconds for which addresses of files on S3 are valid.
 
     Attributes:
         n_written: commands to write so far.
     """
 
-    def __init__(self, run: ServedRun, trainer: TrainerClient) -> None:
-        self._run, self._trainer = run, trainer
-        self._location, self.n_written = "", 0
+    def __init__(self, trainer: TrainerClient, location: str, timeout_s: float) -> None:
+        self._trainer, self._location, self._timeout_s = trainer, location, timeout_s
+        self.n_written = 0
 
     async def write(
         self, version: PolicyVersion, snapshot: str = "", base_snapshot: str = ""
@@ -39,17 +39,15 @@ class WeightFiles:
             snapshot: name under which the servers keep the weights; empty: they do not.
             base_snapshot: what all servers hold that read the files, which then have the changes of it; empty: whole weights.
         """
-        config = self._run.config.sync
         self.n_written += 1
-        self._location = weights_location(self._run.folder, self._run.id, config.folder)
         command = WriteWeights(
             folder=self._location, version=version.version, snapshot=snapshot, base_snapshot=base_snapshot
         )
         files = await self._trainer.do(command)
-        return weight_urls(files, config.timeout_s)
+        return weight_urls(files, self._timeout_s)
 
     async def write_for(
-        self, routes: Mapping[VllmClient, SendTarget], version: PolicyVersion, snapshot: str
+        self, routes: Mapping[VllmClient, SendTarget], version: PolicyVersion, snapshot: str = ""
     ) -> tuple[Mapping[VllmClient, SendTarget], Sequence[str]]:
         """Have the trainer write files if any route needs them: changes if all those servers hold the same snapshot, else the whole.
 
@@ -66,5 +64,5 @@ class WeightFiles:
 
     async def clear(self) -> None:
         """Remove the files that were written."""
-        if self._location:
+        if self.n_written:
             await asyncio.to_thread(remove_weights, self._location)

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, Protocol
@@ -63,13 +63,6 @@ class WeightSource(Protocol):
 
     async def stop_sending(self, target: SendTarget) -> None:
         """End the transfer to one server, which has refused the weights, before its time limit."""
-
-
-class LogprobSource(Protocol):
-    """Interface of the trainer for the comparison of log-probabilities with servers."""
-
-    async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Compute raw log-probabilities of known tokens, [B][T-1] in nats."""
 
 
 def create_prefix() -> str:
@@ -153,7 +146,7 @@ class Broadcast:
             SyncError: it failed before that, and still serves the old weights.
         """
         what = f"receiving version {self._version} by {self.transport(server)}"
-        async with name_errors(server, what, "sync.timeout_s", self._config.timeout_s):
+        async with name_errors(server, what, self._config.timeout_s):
             request = msgspec.json.encode(self._build_request(self._routes[server]))
             asked_ns = time.time_ns()
             updating = asyncio.ensure_future(server.update_weights(request, self._config.timeout_s))
@@ -247,7 +240,7 @@ async def find_route(
         ConfigError: the configured transport cannot reach it.
         SyncError: the server does not report where it runs.
     """
-    async with name_errors(server, "reporting where it runs", "sync.timeout_s", config.timeout_s):
+    async with name_errors(server, "reporting where it runs", config.timeout_s):
         location = msgspec.json.decode(await server.read_location(), type=ServerLocation)
     try:
         transport, reason = choose_transport(
@@ -322,7 +315,7 @@ def _find_obstacle(
 
 
 async def fetch_logprobs(
-    source: LogprobSource,
+    expecting: Coroutine[Any, Any, Logprobs],
     server: VllmClient,
     sequences: Sequence[np.ndarray],
     version: str,
@@ -331,14 +324,14 @@ async def fetch_logprobs(
 ) -> tuple[Logprobs, Logprobs]:
     """Fetch the trainer's and the server's log-probabilities of known tokens, concurrently; each [B][T-1], in nats.
 
-    While the trainer takes longer than the server, the time is recorded as a wait for the trainer.
+    `expecting` gives the trainer's. While it takes longer than the server, the time is recorded as a wait for the trainer.
 
     Raises:
         SyncError: one of the two did not answer within `timeout_s` seconds.
     """
     what = f"comparing log-probabilities at version {version}"
-    async with name_errors(server, what, "sync.timeout_s", timeout_s), asyncio.TaskGroup() as group:
-        expected = group.create_task(source.logprobs([sequence.tolist() for sequence in sequences]))
+    async with name_errors(server, what, timeout_s), asyncio.TaskGroup() as group:
+        expected = group.create_task(expecting)
         found = group.create_task(score_by_server(server, sequences, timeout_s))
         # The server first: only what the trainer takes longer is a wait for the trainer.
         await asyncio.wait([found])
@@ -360,14 +353,13 @@ async def score_by_server(
 
 
 @asynccontextmanager
-async def name_errors(server: VllmClient, what: str, setting: str, limit_s: float) -> AsyncIterator[None]:
+async def name_errors(server: VllmClient, what: str, limit_s: float) -> AsyncIterator[None]:
     """Limit the time of a block, and raise its failures as SyncError that names the server and `what` it was doing.
 
     Args:
         server: the server that the block calls.
         what: what the server does meanwhile, for the error.
-        setting: name of the setting with the time limit, for the error.
-        limit_s: the time limit in seconds.
+        limit_s: the time limit in seconds, sync.timeout_s.
 
     Raises:
         RequestsHeldError: the server reported that its requests are held.
@@ -379,7 +371,7 @@ async def name_errors(server: VllmClient, what: str, setting: str, limit_s: floa
         async with asyncio.timeout(limit_s):
             yield
     except TimeoutError:
-        raise SyncError(f"{where} took longer than {setting} = {limit_s:g} s") from None
+        raise SyncError(f"{where} took longer than sync.timeout_s = {limit_s:g} s") from None
     except (RequestError, SyncError) as error:
         kind = RequestsHeldError if REQUESTS_HELD in str(error) else SyncError
         raise kind(f"{where}: {error}") from error

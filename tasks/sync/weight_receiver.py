@@ -152,27 +152,6 @@ class Reception:
                 each.close()
 
 
-def receive_tensors(
-    links: Sequence[ReceivingLink], plan: TransferPlan, buffer: torch.Tensor
-) -> list[tuple[str, torch.Tensor]]:
-    """Receive all tensors of a plan from all ranks; returns (name, tensor) of each, views of the buffer.
-
-    After the return, or an error, no thread writes to the buffer any more.
-
-    Args:
-        links: as of `Reception`.
-        plan: the transfer plan of the senders.
-        buffer: uint8, at least `plan.total_bytes`.
-
-    Raises:
-        SyncError: a sender stopped; names bucket, rank and bytes.
-    """
-    reception = Reception(links, plan, WholeStream(buffer))
-    reception.start()
-    reception.join()
-    return view_tensors(plan, buffer)
-
-
 def stream_tensors(
     links: Sequence[ReceivingLink], plan: TransferPlan, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:

@@ -22,7 +22,7 @@ async def send_to_server(
     route, _ = await find_route(server, offer, config)
     broadcast = Broadcast(source, offer, {server: replace(route, prefix=prefix)}, version, config)
     what = f"receiving version {version}"
-    async with name_errors(server, what, "sync.timeout_s", config.timeout_s), asyncio.TaskGroup() as both:
+    async with name_errors(server, what, config.timeout_s), asyncio.TaskGroup() as both:
         sending = both.create_task(broadcast.send())
         updating = both.create_task(broadcast.update_server(server))
     (sent,) = sending.result()

@@ -17,5 +17,6 @@ async def largest_difference(
     source: Any, client: VllmClient, sequences: Sequence[np.ndarray], version: str
 ) -> float:
     """The largest difference of a token's log-probability, in nats."""
-    expected, found = await fetch_logprobs(source, client, sequences, version, timeout_s=60.0)
+    expecting = source.logprobs([each.tolist() for each in sequences])
+    expected, found = await fetch_logprobs(expecting, client, sequences, version, timeout_s=60.0)
     return LogprobDifferences.measure(expected, found).largest

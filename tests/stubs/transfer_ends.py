@@ -10,9 +10,10 @@ import torch
 from rollmill.tasks.sync.bucket_writer import Piece
 from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.sync.links.link import ReceivingLink, serve_store
+from rollmill.tasks.sync.stream_memory import WholeStream
 from rollmill.tasks.sync.transfer_plan import TransferPlan, lay_out_tensors, share_evenly
 from rollmill.tasks.sync.weight_messages import SendResult, SendTarget, WeightUpdateRequest, encode_plan
-from rollmill.tasks.sync.weight_receiver import open_links, receive_tensors
+from rollmill.tasks.sync.weight_receiver import Reception, open_links, view_tensors
 from rollmill.tasks.sync.weight_sender import WeightSender
 
 HOST = "127.0.0.1"
@@ -75,6 +76,16 @@ class Trainer:
     def close(self) -> None:
         for each in self.senders:
             each.close()
+
+
+def receive_tensors(
+    links: Sequence[ReceivingLink], plan: TransferPlan, buffer: torch.Tensor
+) -> list[tuple[str, torch.Tensor]]:
+    """(name, tensor) of each tensor of a plan, views of the buffer, which no thread writes to after the return or an error."""
+    reception = Reception(links, plan, WholeStream(buffer))
+    reception.start()
+    reception.join()
+    return view_tensors(plan, buffer)
 
 
 class Server:

@@ -125,7 +125,8 @@ async def send_to_all(
 
 async def parity(trainer: Trainer, server: Server, config: SyncConfig = PATIENT) -> float:
     sequences = [np.arange(5, dtype=np.int32)] * 2
-    expected, found = await fetch_logprobs(trainer, server, sequences, VERSION, timeout_s=config.timeout_s)
+    expecting = trainer.logprobs([each.tolist() for each in sequences])
+    expected, found = await fetch_logprobs(expecting, server, sequences, VERSION, timeout_s=config.timeout_s)
     return LogprobDifferences.measure(expected, found).largest
 
 

@@ -14,8 +14,9 @@ from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.sync.links.link import serve_store
 from rollmill.tasks.sync.transfer_plan import TransferPlan, lay_out_tensors, share_evenly
 from rollmill.tasks.sync.weight_messages import SendTarget, WeightUpdateRequest, encode_plan
-from rollmill.tasks.sync.weight_receiver import open_links, receive_tensors
+from rollmill.tasks.sync.weight_receiver import open_links
 from rollmill.tasks.sync.weight_sender import WeightSender
+from tests.stubs.transfer_ends import receive_tensors
 
 HOST, TIMEOUT_S = "127.0.0.1", 30.0
 SERVER = "http://server"

@@ -110,7 +110,8 @@ def receive_weights() -> Callable[..., dict[str, Any]]:
     import torch
 
     from rollmill.tasks.sync.weight_messages import WeightUpdateRequest, encode_plan
-    from rollmill.tasks.sync.weight_receiver import open_links, receive_tensors
+    from rollmill.tasks.sync.weight_receiver import open_links
+    from tests.stubs.transfer_ends import receive_tensors
 
     def receive(
         offer: WeightOffer, prefix: str, may_begin: threading.Event | None = None
@@ -159,10 +160,12 @@ def run_ranks(tmp_path: Path) -> Callable[[str, int, dict[str, object]], None]:
     def run(script: str, n_ranks: int, job: dict[str, object]) -> None:
         path = tmp_path / f"{script}-{n_ranks}.json"
         path.write_text(json.dumps(job))
-        words = [*launch.launch_command(n_ranks), str(Path(__file__).with_name(script)), str(path)]
+        here = Path(__file__)
+        words = [*launch.launch_command(n_ranks), str(here.with_name(script)), str(path)]
         done = subprocess.run(
             words,
-            env=launch.build_environment(TrainConfig(), "-") | {"PYTHONPATH": str(Path(__file__).parent)},
+            env=launch.build_environment(TrainConfig(), "-")
+            | {"PYTHONPATH": f"{here.parent}:{here.parents[2]}"},
             capture_output=True,
             text=True,
             timeout=500,

@@ -23,7 +23,7 @@ from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.sync.links.link import ReceivingLink
 from rollmill.tasks.sync.links.shm_link import open_shared
 from rollmill.tasks.sync.weight_messages import SendTarget, WeightOffer, WeightUpdateRequest, encode_plan
-from rollmill.tasks.sync.weight_receiver import WeightInbox, open_links, receive_tensors
+from rollmill.tasks.sync.weight_receiver import WeightInbox, open_links
 from rollmill.tasks.train.checkpoints.hf_export import gather_weights
 from rollmill.tasks.train.config import LoraConfig, TrainConfig
 from rollmill.tasks.train.engine.deepspeed_engine import Engine
@@ -32,6 +32,7 @@ from rollmill.tasks.train.samples import Samples
 from rollmill.tasks.train.service.commands import ServiceConfig
 from rollmill.tasks.train.service.ranks import Ranks, join_ranks
 from rollmill.tasks.train.weight_transfer import WeightTransfer
+from tests.stubs.transfer_ends import receive_tensors
 
 TIMEOUT_S = 60.0
 
