@@ -35,7 +35,7 @@ from rollmill.tasks.sync.links.link import join_store, serve_store
 from rollmill.tasks.sync.weight_messages import SendResult, SendTarget, WeightOffer
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.deepspeed_engine import Engine
-from rollmill.tasks.train.service.commands import ServiceConfig
+from rollmill.tasks.train.service.launch import ServiceConfig
 from rollmill.tasks.train.weight_transfer import WeightTransfer
 from tests.stubs.one_server_sync import send_to_server
 

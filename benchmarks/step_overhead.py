@@ -26,7 +26,8 @@ from benchmarks.fanout import server_cpu_s
 from rollmill.flows.prefect_integration import local_server
 from rollmill.tasks.processes.launched_process import free_port
 from rollmill.tasks.rollout.chat_tokenizer import save_character_tokenizer
-from rollmill.tasks.train.service.commands import StepResult, TrainStep
+from rollmill.tasks.train.service.answers import StepResult
+from rollmill.tasks.train.service.commands import TrainStep
 from tests.stubs.prefect_server import prefect_server
 from tests.stubs.toy_settings import validate_toy
 from tests.stubs.trainer import StubTrainer

@@ -13,7 +13,7 @@ from rollmill.flows.failure import one_error
 from rollmill.flows.offline.replay_trainer import ReplayTrainer, make_scratch, scratch_variables
 from rollmill.flows.policies.services import open_services
 from rollmill.flows.policies.sync_report import SyncVerdict, verdict_table
-from rollmill.flows.policies.written_weights import WeightFiles
+from rollmill.flows.policies.trainer_weights import WeightFiles
 from rollmill.flows.start_model import ensure_start_model
 from rollmill.tasks.errors import SyncError
 from rollmill.tasks.serve.policy_version import PolicyVersion

@@ -191,11 +191,6 @@ def choose_dtype(devices: Path = Path("/dev")) -> str:
     return "bfloat16" if any(devices.glob("nvidia[0-9]*")) else "float32"
 
 
-def env_variable_setting(default: str, description: str) -> Any:
-    """Declare a setting whose value is the name of an environment variable with a secret; errors hide a wrong value."""
-    return setting(default, description, pattern=VARIABLE)
-
-
 def refuse_reserved_variable(name: str) -> str:
     """Return the name of an environment variable with a secret; raise an error if it is one of RESERVED_VARIABLES."""
     if name.startswith(RESERVED_VARIABLES):

@@ -62,9 +62,9 @@ from rollmill.tasks.train.setting_rules import HAS_RATIO
 
 Value = TypeVar("Value")
 
-# Ends of the class names of models that predict the next token of a text. Classes with images or an encoder end otherwise.
 MOST_NAME = 100
 """Characters of a wrong name that an error repeats."""
+# Ends of the class names of models that predict the next token of a text. Classes with images or an encoder end otherwise.
 CAUSAL_ARCHITECTURES = ("ForCausalLM", "LMHeadModel")
 
 

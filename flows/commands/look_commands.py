@@ -55,14 +55,10 @@ def list_runs(
 ) -> None:
     """List the runs in a folder, newest first: state, steps, last held-out reward and accuracy."""
     from rollmill.tasks.look.tables.run_list import make_runs_view
-    from rollmill.tasks.look.terminal.output import print_json, print_view
+    from rollmill.tasks.look.terminal.output import print_view
     from rollmill.tasks.store.config import StoreConfig
 
-    shown = make_runs_view(root or StoreConfig().root, limit)
-    if as_json:
-        print_json(shown.values)
-    else:
-        print_view(shown)
+    print_view(make_runs_view(root or StoreConfig().root, limit), as_json=as_json)
 
 
 @commands.command(rich_help_panel=PANEL)
@@ -102,7 +98,7 @@ def inspect(
 ) -> None:
     """Show steps, groups, trajectories or costs, filtered and sorted."""
     from rollmill.tasks.look.tables.selection import Interval, Selection, parse_level, parse_names
-    from rollmill.tasks.look.terminal.output import print_json, print_view
+    from rollmill.tasks.look.terminal.output import print_view
     from rollmill.tasks.store.run.run_search import find_run
 
     selection = Selection(
@@ -117,11 +113,7 @@ def inspect(
         sort=sort,
         limit=0 if limit is None and as_json else limit,
     )
-    shown = _select(find_run(run), selection, costs=costs)
-    if as_json:
-        print_json(shown.values)
-    else:
-        print_view(shown)
+    print_view(_select(find_run(run), selection, costs=costs), as_json=as_json)
 
 
 def _select(folder: "RunFolder", selection: "Selection", *, costs: bool) -> "View":
@@ -325,11 +317,11 @@ def sql(
 @commands.command(rich_help_panel=PANEL)
 def mcp() -> None:
     """Serve runs, read-only, to coding agents: a server of the Model Context Protocol on standard input and output."""
-    from rollmill.tasks.look.web.run_tools import serve_run_tools
+    from rollmill.tasks.look.web.run_tools import make_server
     from rollmill.tasks.store.config import StoreConfig
     from rollmill.tasks.store.run.run_search import find_run
 
-    serve_run_tools(find_run, StoreConfig().root)
+    make_server(find_run, StoreConfig().root).run("stdio")
 
 
 @commands.command(rich_help_panel=PANEL)

@@ -46,16 +46,13 @@ def lineage(
 ) -> None:
     """List every trajectory that made an exported policy, and check each byte of them; exit status 1: something is wrong."""
     from rollmill.tasks.look.tables.lineage_table import make_lineage_view
-    from rollmill.tasks.look.terminal.output import print_findings, print_json, print_view
+    from rollmill.tasks.look.terminal.output import print_findings, print_view
     from rollmill.tasks.store.lineage.lineage_trace import trace_policy
     from rollmill.tasks.store.promotion.policy_alias import resolve_policy
 
     report = trace_policy(resolve_policy(policy))
-    view = make_lineage_view(policy, report, limit)
-    if as_json:
-        print_json(view.values)
-    else:
-        print_view(view)
+    print_view(make_lineage_view(policy, report, limit), as_json=as_json)
+    if not as_json:
         print_findings(policy, report.findings)
     if report.findings:
         raise typer.Exit(1)
@@ -81,16 +78,12 @@ def gate(
     from rollmill.flows.commands.policy_moves import gate_here
     from rollmill.flows.policies.policy_gate import PolicyGate
     from rollmill.tasks.look.comparisons.gate_table import make_gate_view
-    from rollmill.tasks.look.terminal.output import print_json, print_view
+    from rollmill.tasks.look.terminal.output import print_view
 
     record = gate_here(
         PolicyGate(candidate, to, against, margin, error_rate, min_reward), prints_json=as_json
     )
-    view = make_gate_view(record)
-    if as_json:
-        print_json(view.values)
-    else:
-        print_view(view)
+    print_view(make_gate_view(record), as_json=as_json)
     if not record.passed:
         raise typer.Exit(1)
 
@@ -156,12 +149,9 @@ def rollback(alias: Alias = DEFAULT_ALIAS, by: By = "", note: Note = "", webhook
 def history(alias: Alias = DEFAULT_ALIAS, as_json: AsJson = False) -> None:
     """List which policies were in production, when, and who approved them; newest first."""
     from rollmill.tasks.look.comparisons.gate_table import make_history_view
-    from rollmill.tasks.look.terminal.output import print_json, print_view
+    from rollmill.tasks.look.terminal.output import print_view
     from rollmill.tasks.store.promotion.policy_alias import PolicyAlias
 
     place = PolicyAlias(alias)
     view = make_history_view(place.location, (record for _, record in place.history()))
-    if as_json:
-        print_json(view.values)
-    else:
-        print_view(view)
+    print_view(view, as_json=as_json)

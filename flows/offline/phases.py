@@ -26,7 +26,8 @@ from rollmill.tasks.score.task import ScoreChunk, ScoredChunk
 from rollmill.tasks.store.rows import Rows, column_values, no_rows
 from rollmill.tasks.store.run.step_plan import GroupPlan
 from rollmill.tasks.store.staged_rows import ingest_rows
-from rollmill.tasks.train.service.commands import StepResult, TrainStep, WriteWeights
+from rollmill.tasks.train.service.answers import StepResult
+from rollmill.tasks.train.service.commands import TrainStep, WriteWeights
 from rollmill.tasks.train.service.trainer_client import TrainerClient
 
 Phase = Callable[[], Awaitable[None]]

@@ -9,7 +9,7 @@ from rich.table import Table
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import scan
-from rollmill.tasks.train.service.commands import StepResult
+from rollmill.tasks.train.service.answers import StepResult
 
 # Metrics of a step that are compared.
 COMPARED = ("train/loss", "train/gradient_norm")

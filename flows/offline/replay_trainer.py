@@ -14,7 +14,8 @@ from rollmill.tasks.serve.policy_version import PolicyVersion
 from rollmill.tasks.store.folders import SCRATCH_ENV, RunFolder
 from rollmill.tasks.store.run.manifest import Manifest
 from rollmill.tasks.store.stored_batch import read_batch_digest
-from rollmill.tasks.train.service.commands import StepResult, TrainStep
+from rollmill.tasks.train.service.answers import StepResult
+from rollmill.tasks.train.service.commands import TrainStep
 from rollmill.tasks.train.service.trainer_client import TrainerClient
 from rollmill.tasks.train.task import train_step
 

@@ -11,7 +11,7 @@ from rollmill.flows.checks.preflight import check_architecture, check_rope
 from rollmill.flows.configuration.config import AnnotateConfig
 from rollmill.flows.configuration.recipe import download_model, stored_model_folder
 from rollmill.flows.offline.retrain_sources import read_vocabulary
-from rollmill.flows.offline.unscored import find_groups
+from rollmill.flows.offline.unscored import find_groups, no_step_error, select_steps
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.score.scoring import select_scorable
 from rollmill.tasks.store.checkpoints.checkpoint_marker import describe_file
@@ -101,15 +101,9 @@ def list_unannotated(folder: RunFolder, config: AnnotateConfig) -> list[Unannota
 
 
 def _list_steps(folder: RunFolder, config: AnnotateConfig) -> list[int]:
-    stored = list_steps(folder, "rollouts")
-    last = config.last_step if config.last_step >= 0 else max(stored, default=0)
-    if steps := [step for step in stored if config.first_step <= step <= last]:
+    if steps := select_steps(list_steps(folder, "rollouts"), config):
         return steps
-    there_are = f"steps {stored[0]} to {stored[-1]}" if stored else "no step"
-    bounds = f"no step is from first_step = {config.first_step} to last_step = {config.last_step}"
-    raise ConfigError(
-        "--steps", config.first_step, f"{bounds}; {folder.location} has rollouts of {there_are}"
-    )
+    raise no_step_error(folder, config)
 
 
 def _check_temperatures(step: int, ids: Sequence[object], temperatures: Sequence[object]) -> None:

@@ -1,12 +1,13 @@
 """The trajectories of a run that a scorer has not scored yet, step by step, read from the run's folder."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from rollmill.flows.configuration.config import RescoreConfig
+from rollmill.flows.configuration.config import AnnotateConfig, RescoreConfig
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.run_frames import RunFrames
 from rollmill.tasks.look.tables.view import escape_controls
@@ -75,12 +76,7 @@ def check_rescoring(folder: RunFolder, config: RescoreConfig) -> None:
         remedy = "held-out trajectories are in no group that `where` could choose; rescore them without it"
         raise ConfigError("evaluations", True, remedy)
     if not _list_steps(folder, config):
-        stored = list_steps(folder, "rollouts")
-        there_are = f"steps {stored[0]} to {stored[-1]}" if stored else "no step"
-        bounds = f"no step is from first_step = {config.first_step} to last_step = {config.last_step}"
-        raise ConfigError(
-            "--steps", config.first_step, f"{bounds}; {folder.location} has rollouts of {there_are}"
-        )
+        raise no_step_error(folder, config)
     if config.where:
         find_groups(folder, config.where)
 
@@ -186,8 +182,7 @@ def _list_steps(folder: RunFolder, config: RescoreConfig) -> list[UnscoredStep]:
     return [
         UnscoredStep(dataset, step)
         for dataset in datasets
-        for step in list_steps(folder, dataset)
-        if step >= config.first_step and (config.last_step < 0 or step <= config.last_step)
+        for step in select_steps(list_steps(folder, dataset), config)
     ]
 
 
@@ -195,6 +190,22 @@ def describe_first_error(failed: Rows) -> str:
     """Return type and text of the first of some failed scores; empty if there are none. Example: "ValueError: no number"."""
     first = failed.slice(0, 1).select(["error_type", "error"]).to_pylist()
     return escape_controls(": ".join(first[0].values())) if first else ""
+
+
+def select_steps(stored: Sequence[int], config: RescoreConfig | AnnotateConfig) -> list[int]:
+    """Return those of the stored steps that are from first_step to last_step."""
+    last = config.last_step if config.last_step >= 0 else math.inf
+    return [step for step in stored if config.first_step <= step <= last]
+
+
+def no_step_error(folder: RunFolder, config: RescoreConfig | AnnotateConfig) -> ConfigError:
+    """Return the error of a run without a step from first_step to last_step; it says which rollouts there are."""
+    stored = list_steps(folder, "rollouts")
+    there_are = f"steps {stored[0]} to {stored[-1]}" if stored else "no step"
+    bounds = f"no step is from first_step = {config.first_step} to last_step = {config.last_step}"
+    return ConfigError(
+        "--steps", config.first_step, f"{bounds}; {folder.location} has rollouts of {there_are}"
+    )
 
 
 def find_groups(folder: RunFolder, where: str) -> Mapping[int, set[int]]:

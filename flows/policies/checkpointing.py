@@ -13,7 +13,8 @@ from rollmill.tasks.store.checkpoints.checkpoint_retention import remove_checkpo
 from rollmill.tasks.store.expert_routing import list_expired_routing
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.run.resume import list_complete_checkpoints
-from rollmill.tasks.train.service.commands import AwaitCheckpoint, CheckpointBegun
+from rollmill.tasks.train.service.answers import CheckpointBegun
+from rollmill.tasks.train.service.commands import AwaitCheckpoint
 from rollmill.tasks.train.service.trainer_client import TrainerClient
 
 

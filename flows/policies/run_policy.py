@@ -30,12 +30,8 @@ from rollmill.tasks.observe.spans import OpenSpan, current_lane, record_span, sp
 from rollmill.tasks.serve.policy_version import PolicyVersion
 from rollmill.tasks.store.staged_rows import remove_staged_rows
 from rollmill.tasks.sync.task import SyncedVersion
-from rollmill.tasks.train.service.commands import (
-    BeginCheckpoint,
-    ReportSpans,
-    StepResult,
-    StorePolicy,
-)
+from rollmill.tasks.train.service.answers import StepResult
+from rollmill.tasks.train.service.commands import BeginCheckpoint, ReportSpans, StorePolicy
 
 Result = TypeVar("Result")
 

@@ -15,7 +15,8 @@ from rollmill.tasks.store.folders import RunFolder, checkpoint_key
 from rollmill.tasks.store.run.resume import find_resume_point
 from rollmill.tasks.store.staged_rows import ingest_rows
 from rollmill.tasks.store.stored_batch import read_batch_digest
-from rollmill.tasks.train.service.commands import ComputeOldLogprobs, LoadPolicy, StepResult, TrainStep
+from rollmill.tasks.train.service.answers import StepResult
+from rollmill.tasks.train.service.commands import ComputeOldLogprobs, LoadPolicy, TrainStep
 from rollmill.tasks.train.service.trainer_client import TrainerClient
 
 

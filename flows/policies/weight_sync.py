@@ -18,11 +18,11 @@ from dataclasses import replace
 
 from rollmill.flows.failure import one_error
 from rollmill.flows.policies.policy_servers import CACHES, PolicyServers
-from rollmill.flows.policies.server_parity import Latest, Parity, ServedRun
+from rollmill.flows.policies.server_parity import Parity, ServedRun
 from rollmill.flows.policies.server_tokenizer import check_tokenizer
 from rollmill.flows.policies.services import ServerService
 from rollmill.flows.policies.sync_report import RouteReport, SyncReport, SyncVerdict, progress_line
-from rollmill.flows.policies.written_weights import WeightFiles
+from rollmill.flows.policies.trainer_weights import OfferedWeights, WeightFiles
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.run.submission import Submission
 from rollmill.tasks.errors import ChecksumError, ParityError, RequestError, RequestsHeldError, SyncError
@@ -38,19 +38,13 @@ from rollmill.tasks.sync.weight_messages import (
     WAITING_FOR_TRAINER,
     SendResult,
     SendTarget,
-    WeightOffer,
     WeightUpdateResponse,
 )
-from rollmill.tasks.sync.weight_parity import compare_checksums, select_names
 from rollmill.tasks.train.service.commands import DigestWeights
 from rollmill.tasks.train.service.trainer_client import TrainerClient
 
 # Holds the trainer's weights still; gives their version.
 Hold = Callable[[], AbstractAsyncContextManager[PolicyVersion]]
-
-
-# A sync that drops or mixes bytes shows within a few versions, since each version compares other tensors.
-CHECKED_TENSORS = 8
 
 
 class WeightSync(PolicyServers):
@@ -69,7 +63,7 @@ class WeightSync(PolicyServers):
     def __init__(self, run: ServedRun, trainer: TrainerClient, servers: Sequence[ServerService]) -> None:
         super().__init__(run, servers)
         self._trainer, self.parity = trainer, Parity(run, trainer)
-        self._offers, self._digests = Latest[WeightOffer](), Latest[dict[str, str]]()
+        self._offered = OfferedWeights(trainer)
         # By server: incarnation of the trainer, and the route to it.
         self._routes: dict[VllmClient, tuple[int, SendTarget]] = {}
         self._route_report = RouteReport()
@@ -83,7 +77,7 @@ class WeightSync(PolicyServers):
     @property
     def calls(self) -> int:
         """Number of commands to the trainer and requests to servers so far, without those of comparisons."""
-        return self._calls + self._files.n_written
+        return self._calls + self._offered.n_offers + self._files.n_written
 
     async def note_servers_before(self, version: PolicyVersion) -> None:
         """Have the servers score the tokens on which they are compared at `version`, while the trainer trains to it."""
@@ -271,7 +265,7 @@ class WeightSync(PolicyServers):
         snapshot: str = "",
     ) -> Broadcast:
         self._calls += 1
-        offer, config = await self._fetch_offer(version), self.run.config.sync
+        offer, config = await self._offered.offer(version), self.run.config.sync
         started = time.perf_counter()
 
         def report(sent: Mapping[str, int]) -> None:
@@ -283,7 +277,7 @@ class WeightSync(PolicyServers):
             routes,
             str(version),
             config,
-            verified_names or self._select_names(offer, version),
+            verified_names or await self._offered.names(version),
             files,
             snapshot=snapshot,
             mode=VERIFY if verified_names else "",
@@ -341,7 +335,7 @@ class WeightSync(PolicyServers):
             raise SyncError(f"server {server.url} does not answer /health")
         await check_tokenizer(self.run.openings, server)
         self._calls += 1
-        offer, failed = await self._fetch_offer(version), self._failed_transports[server]
+        offer, failed = await self._offered.offer(version), self._failed_transports[server]
         route, reason = await find_route(server, offer, self.run.config.sync, failed)
         self._routes[server] = version.incarnation, route
         self._route_report.note(server.url, route.transport, reason)
@@ -397,7 +391,7 @@ class WeightSync(PolicyServers):
         self._calls += 1
         with within(process=server.url, lane="parity"), span("parity") as comparing, one_error():
             async with asyncio.TaskGroup() as group:
-                checksums = group.create_task(self._compare_checksums(server, version, response))
+                checksums = group.create_task(self._offered.compare(server.url, version, response.checksums))
                 parity = group.create_task(self.parity.compare(server, version))
                 name = group.create_task(server.version())
                 await asyncio.wait([parity, name])
@@ -417,7 +411,7 @@ class WeightSync(PolicyServers):
             response.held_s,
             comparing.duration_s,
             result.differences,
-            whole_bytes=(await self._fetch_offer(version)).plan.total_bytes,
+            whole_bytes=(await self._offered.offer(version)).plan.total_bytes,
             slope=result.movement.slope if result.movement else math.nan,
             alarmed=bool(result.alarm),
         )
@@ -470,34 +464,9 @@ class WeightSync(PolicyServers):
             raise ChecksumError(server.url, str(version), differing)
         return time.perf_counter() - started
 
-    async def _compare_checksums(
-        self, server: VllmClient, version: PolicyVersion, response: WeightUpdateResponse
-    ) -> None:
-        compare_checksums(server.url, str(version), await self._fetch_digests(version), response.checksums)
-
     async def _fetch_expected(self, version: PolicyVersion) -> None:
         """Fetch and keep the trainer's checksums and log-probabilities, with which servers are compared."""
         with one_error():
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._fetch_digests(version))
+                group.create_task(self._offered.digests(version))
                 group.create_task(self.parity.expect(version))
-
-    async def _fetch_digests(self, version: PolicyVersion) -> Mapping[str, str]:
-        async def fetch() -> dict[str, str]:
-            names = self._select_names(await self._fetch_offer(version), version)
-            return await self._trainer.do(DigestWeights(names=list(names))) if names else {}
-
-        return await self._digests.get(str(version), fetch)
-
-    async def _fetch_offer(self, version: PolicyVersion) -> WeightOffer:
-        """Return which weights the trainer can send and how to reach it; fetched once for each incarnation of the trainer."""
-
-        async def fetch() -> WeightOffer:
-            self._calls += 1
-            return await self._trainer.offer()
-
-        return await self._offers.get(str(version.incarnation), fetch)
-
-    def _select_names(self, offer: WeightOffer, version: PolicyVersion) -> Sequence[str]:
-        names = [tensor.name for tensor in offer.plan.tensors]
-        return select_names(names, version.version, CHECKED_TENSORS)

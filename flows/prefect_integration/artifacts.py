@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Literal, Self
 from uuid import UUID
 
@@ -75,9 +74,7 @@ class RunArtifacts:
         await self._background.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, _: object, error: BaseException | None, *__: object) -> None:
         async with self._pages:
             await self._background.close(self._show_progress, in_haste=error is not None)
 

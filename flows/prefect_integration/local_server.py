@@ -24,6 +24,7 @@ import httpx
 import psutil
 
 from rollmill.tasks.errors import ConfigError, ServiceError, ServiceStartError
+from rollmill.tasks.processes.machine import process_start
 from rollmill.tasks.processes.python_child import child_environment, python_command
 
 HOME = Path(".rollmill/prefect")
@@ -83,7 +84,7 @@ class Server:
     @property
     def is_running(self) -> bool:
         """True while the server's process lives."""
-        return self.started > 0 and _start_time(self.pid) == self.started
+        return self.started > 0 and process_start(self.pid) == str(self.started)
 
 
 def up(home: Path = HOME, port: int = PORT, *, start_timeout_s: float = START_TIMEOUT_S) -> str:
@@ -161,7 +162,7 @@ def _launch(home: Path, port: int) -> Server:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    server = Server(process.pid, _start_time(process.pid), port)
+    server = Server(process.pid, int(process_start(process.pid) or 0), port)
     _state_file(home).write_text(json.dumps(asdict(server)))
     return server
 
@@ -271,15 +272,6 @@ def _end(pid: int, grace_s: float) -> None:
             each.kill()
     if psutil.wait_procs(left, STOP_GRACE_S)[1]:
         raise ServiceError("Prefect server", f"process {pid} did not end")
-
-
-def _start_time(pid: int) -> int:
-    """Return when a process started, in clock ticks since boot; 0 if it has ended or is a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return 0 if fields[0] == "Z" else int(fields[19])
 
 
 def _state_file(home: Path) -> Path:

@@ -1,6 +1,5 @@
 """The process that writes a run's Markdown pages: reading tables and drawing curves takes CPU, and no step waits for it."""
 
-from types import TracebackType
 from typing import Literal, Self
 
 import msgspec
@@ -54,9 +53,7 @@ class PageProcess:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._worker is not None:
             await self._worker.stop()
 

@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
 
 from prefect.logging.handlers import PrefectConsoleHandler
 from rich.console import Console
@@ -85,9 +84,7 @@ class RunProgress:
     def __enter__(self) -> "RunProgress":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
 
     def begin(self, step: int) -> None:

@@ -16,6 +16,7 @@ from rollmill.tasks.look.tables.scores import explain_scorers, read_score_totals
 from rollmill.tasks.look.tables.selection import Interval
 from rollmill.tasks.look.tables.view import View, count_noun
 from rollmill.tasks.look.terminal.markdown_escape import escape_block, escape_inline, make_table
+from rollmill.tasks.look.terminal.trajectory_print import message_texts
 from rollmill.tasks.observe.metrics import ALL
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import list_steps, scan
@@ -219,7 +220,7 @@ def trajectory_lines(reading: NotableTrajectory, viewer: str) -> Iterator[str]:
         yield from (
             f"**{escape_inline(message.get('role', '?'))}**",
             "",
-            *escape_block(_message_text(message)),
+            *escape_block("\n".join(text for text, _ in message_texts(message))),
             "",
         )
 
@@ -230,15 +231,6 @@ def _shorten_conversation(messages: Sequence[Mapping[str, Any]]) -> list[Mapping
     if left <= 0:
         return [*messages]
     return [*messages[:FIRST_MESSAGES], left, *messages[-LAST_MESSAGES:]]
-
-
-def _message_text(message: Mapping[str, Any]) -> str:
-    """Return the text of a message and the tools that it calls, one line for each call."""
-    lines = [str(message["content"])] if message.get("content") else []
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", call)
-        lines.append(f"→ {function.get('name', '?')}({function.get('arguments', '')})")
-    return "\n".join(lines)
 
 
 def _code(text: str) -> list[str]:

@@ -3,8 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from prefect.utilities.annotations import quote
 
@@ -35,10 +34,8 @@ class StepPipeline:
         await self._tasks.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._tasks.__aexit__(kind, error, trace)
+    async def __aexit__(self, *details: Any) -> None:
+        await self._tasks.__aexit__(*details)
 
     def begin(self, version: int, after: Sequence[object] = ()) -> None:
         """Start to evaluate a version that is now on the servers, and to collect each step that may sample from it.

@@ -27,7 +27,7 @@ from rollmill.tasks.store.reader import scan
 from rollmill.tasks.store.run.group_ranges import group_numbers, read_plan, replayed_groups
 from rollmill.tasks.store.schemas import make_batch
 from rollmill.tasks.store.stored_batch import select_own_rows
-from rollmill.tasks.train.service.commands import StepResult
+from rollmill.tasks.train.service.answers import StepResult
 
 
 def train_metrics(result: StepResult) -> list[Metric]:

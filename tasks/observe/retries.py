@@ -4,7 +4,6 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Self, TypeAlias
 
 from rollmill.tasks.observe.spans import OpenSpan, span
@@ -38,9 +37,7 @@ class Retries:
     def __enter__(self) -> None:
         self._error = None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> bool:
         # The last attempt raises, and so does a cancellation, which is no Exception.
         if (
             not isinstance(error, Exception)

@@ -20,6 +20,16 @@ def machine_id() -> str:
     return f"{_BOOT.read_text().strip()}/{_PROCESSES.stat().st_ino}"
 
 
+def process_start(pid: int) -> str:
+    """Return when a process started, in clock ticks since the boot; empty if it has ended or is unknown."""
+    try:
+        # The name, in parentheses, may have blanks and parentheses: the fields after it begin at the last one.
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return ""
+    return "" if state in "ZX" else fields[18]
+
+
 def listen_at(host: str, port: int = 0) -> socket.socket:
     """Listen at one address of this machine, at a free port if `port` is 0.
 

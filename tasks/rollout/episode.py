@@ -217,7 +217,8 @@ class EpisodePlayer:
         while draft.n_tokens < self.max_tokens:
             work, tokens = _describe_next(draft)
             with _measure_sampling(draft):
-                sampled = await self.sampler.sample(work, tokens, deadline.at, **_ask_routing(draft))
+                routing = {"routing_from": draft.segment.n_routed} if draft.keeps_routing else {}
+                sampled = await self.sampler.sample(work, tokens, deadline.at, **routing)
             self._add_completion(sampled, draft, deadline)
             if draft.finish_reason != "stop":
                 report_cut(episode, draft.messages[-1], draft.last_counts)
@@ -299,10 +300,6 @@ def _describe_next(draft: TrajectoryBuilder) -> tuple[TrajectoryRequest, np.ndar
         # Sampled again after the same tokens, it has another seed: no two turns are after equally many stored tokens.
         work = replace(work, seed=(work.seed + shift) % (1 << 63))
     return work, segment.sequence()
-
-
-def _ask_routing(draft: TrajectoryBuilder) -> dict[str, int]:
-    return {"routing_from": draft.segment.n_routed} if draft.keeps_routing else {}
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeAlias
 
 from prefect import task
@@ -148,7 +149,7 @@ class StepSampler:
 
     def __post_init__(self) -> None:
         self.env = self.env or self.player.environment.name
-        self._together = RowBatcher(self._make_rows, self.store_rollouts)
+        self._together = RowBatcher(partial(rollout_rows, self.run, self.step, self.env), self.store_rollouts)
 
     async def sample(
         self,
@@ -195,9 +196,6 @@ class StepSampler:
             with span("storing", cause="routed experts"):
                 await asyncio.wait([asyncio.ensure_future(each) for each in waits])
         return row
-
-    def _make_rows(self, trajectories: Sequence[Trajectory]) -> Rows:
-        return rollout_rows(self.run, self.step, self.env, trajectories)
 
     async def _make_related_rows(self, trajectory: Trajectory) -> dict[str, Rows]:
         """Return a trajectory's rows of the data sets `routing` and `states`, by data set, if it has any."""

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from rollmill.tasks.config import ADDRESS, YEAR_S, SecretVariable, StageConfig, env_variable_setting, setting
+from rollmill.tasks.config import ADDRESS, VARIABLE, YEAR_S, SecretVariable, StageConfig, setting
 from rollmill.tasks.sandbox.config import SandboxConfig
 from rollmill.tasks.user_code.plug_in import PlugIn
 
@@ -17,8 +17,10 @@ RUBRIC = """\
 class EndpointConfig(StageConfig):
     """A model served over HTTP."""
 
-    api_key_env: SecretVariable = env_variable_setting(
-        "", "Environment variable that holds the API key, ROLLMILL_*, *_KEY or *_TOKEN; empty: no key."
+    api_key_env: SecretVariable = setting(
+        "",
+        "Environment variable that holds the API key, ROLLMILL_*, *_KEY or *_TOKEN; empty: no key.",
+        pattern=VARIABLE,
     )
 
 

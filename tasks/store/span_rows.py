@@ -3,7 +3,6 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -41,9 +40,7 @@ class RunSpans:
         self._recording.__enter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._closing is not None:
             self._closing.end()
         self._recording.__exit__(None, None, None)

@@ -127,12 +127,11 @@ class WeightSender:
             SyncError: the pieces do not match the plan.
         """
         started, buckets = time.monotonic(), plan.buckets(self._rank)
-        self._check(targets, shared)
         too_long = f"it took longer than {self._config.timeout_s:g} s (sync.timeout_s)"
         limit = TimeLimit(started + self._config.timeout_s, too_long)
         pressure = BackPressure(limit, self._straggler_timeout_s)
         snapshot = next((each.snapshot for each in targets if each.snapshot), "")
-        sources = {each.server: self._source_memory(plan, each) for each in targets}
+        sources = {each.server: self._source_memory(plan, each, shared) for each in targets}
         # Changes are of what is in host memory.
         memories = [*sources.values(), "cpu"] if snapshot else sources.values()
         ready: dict[str, list[ReadyBucket]] = {each: [Future() for _ in buckets] for each in memories}
@@ -171,10 +170,15 @@ class WeightSender:
             if transfer.error:
                 self._links.pop(server)
 
-    def _source_memory(self, plan: TransferPlan, target: SendTarget) -> str:
-        """Return the memory from which a target gets its weights: changes if it holds what was sent last."""
+    def _source_memory(self, plan: TransferPlan, target: SendTarget, shared: torch.Tensor | None) -> str:
+        """Return the memory from which a target gets its weights: changes if it holds what was sent last; SyncError without it."""
+        if target.transport not in SENDERS:
+            raise SyncError(f"expected a link by {', '.join(SENDERS)}, got {target.transport!r}")
+        memory = SOURCE_MEMORY[target.transport]
+        if memory == "shared" and shared is None:
+            raise SyncError("there is no shared memory to write weights to: set sync.transport=tcp")
         has_base = target.base_snapshot and self._sent.has(plan, target.base_snapshot)
-        return _CHANGES if has_base else SOURCE_MEMORY[target.transport]
+        return _CHANGES if has_base else memory
 
     def _make_writers(
         self,
@@ -204,13 +208,6 @@ class WeightSender:
                 else:
                     writers.append(BucketWriter(buckets, keep, each))
         return writers
-
-    def _check(self, targets: Sequence[SendTarget], shared: torch.Tensor | None) -> None:
-        for each in targets:
-            if each.transport not in SENDERS:
-                raise SyncError(f"expected a link by {', '.join(SENDERS)}, got {each.transport!r}")
-            if SOURCE_MEMORY[each.transport] == "shared" and shared is None:
-                raise SyncError("there is no shared memory to write weights to: set sync.transport=tcp")
 
     def _prepare_transfers(
         self,

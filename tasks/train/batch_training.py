@@ -42,7 +42,8 @@ from rollmill.tasks.train.policy_logprobs import (
 )
 from rollmill.tasks.train.rank_messages import all_gather_messages, gather_messages
 from rollmill.tasks.train.samples import Samples, check_lengths, check_samples, read_portion
-from rollmill.tasks.train.service.commands import StepRef, StepResult, TrainStep
+from rollmill.tasks.train.service.answers import StepResult
+from rollmill.tasks.train.service.commands import StepRef, TrainStep
 from rollmill.tasks.train.service.rank_timeline import RankTimeline, exclusive_seconds, rank_metrics
 
 FIELDS = ("logprobs", "entropy", "ratio", "clipped")

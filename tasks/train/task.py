@@ -5,7 +5,7 @@ from typing import Protocol
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from rollmill.tasks.train.service.commands import StepResult
+from rollmill.tasks.train.service.answers import StepResult
 
 
 class TrainsSteps(Protocol):

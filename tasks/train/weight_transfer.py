@@ -36,7 +36,7 @@ from rollmill.tasks.train.checkpoints.tensor_digests import hash_tensor
 from rollmill.tasks.train.engine.deepspeed_engine import Engine
 from rollmill.tasks.train.engine.private_torch import Store
 from rollmill.tasks.train.rank_messages import all_gather_messages
-from rollmill.tasks.train.service.commands import ServiceConfig
+from rollmill.tasks.train.service.launch import ServiceConfig
 from rollmill.tasks.train.service.ranks import gather_results
 from rollmill.tasks.train.weight_stream import WeightStream
 

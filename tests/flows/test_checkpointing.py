@@ -18,15 +18,8 @@ from rollmill.tasks.errors import RequestError, RollmillError, ServiceDiedError,
 from rollmill.tasks.serve.policy_version import PolicyVersion
 from rollmill.tasks.store.folders import CHECKPOINT_MARKER, RunFolder
 from rollmill.tasks.store.run.resume import list_complete_checkpoints
-from rollmill.tasks.train.service.commands import (
-    AwaitCheckpoint,
-    BeginCheckpoint,
-    CheckpointBegun,
-    CheckpointWritten,
-    Command,
-    StepResult,
-    TrainStep,
-)
+from rollmill.tasks.train.service.answers import CheckpointBegun, CheckpointWritten, StepResult
+from rollmill.tasks.train.service.commands import AwaitCheckpoint, BeginCheckpoint, Command, TrainStep
 
 DIED = ServiceDiedError("trainer", "its process ended with status -9")
 

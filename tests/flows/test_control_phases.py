@@ -22,13 +22,8 @@ from rollmill.tasks.store.verify.run_verification import verify_run
 from rollmill.tasks.store.verify.run_views import Finding
 from rollmill.tasks.sync.weight_messages import SendResult
 from rollmill.tasks.train.config import TrainConfig
-from rollmill.tasks.train.service.commands import (
-    AwaitCheckpoint,
-    CheckpointWritten,
-    SendWeights,
-    StepResult,
-    TrainStep,
-)
+from rollmill.tasks.train.service.answers import CheckpointWritten, StepResult
+from rollmill.tasks.train.service.commands import AwaitCheckpoint, SendWeights, TrainStep
 from tests.stubs.trainer import StubTrainer
 
 pytestmark = [pytest.mark.service, pytest.mark.long]

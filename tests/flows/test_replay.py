@@ -13,7 +13,8 @@ from rollmill.tasks.store.folders import SCRATCH_ENV, RunFolder
 from rollmill.tasks.store.run.manifest import read_manifest
 from rollmill.tasks.store.run.writable_run import OpenRun
 from rollmill.tasks.store.schemas import dataset_schema, make_batch
-from rollmill.tasks.train.service.commands import StepResult, TrainStep
+from rollmill.tasks.train.service.answers import StepResult
+from rollmill.tasks.train.service.commands import TrainStep
 
 
 def test_copies_of_checkpoints_are_on_the_scratch_disk_and_apart_from_those_of_the_runs_trainer(

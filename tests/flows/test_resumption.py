@@ -18,7 +18,8 @@ from rollmill.flows.step.step_collection import collect_step
 from rollmill.flows.step.step_groups import store_batch
 from rollmill.tasks.errors import SkippedStepsError
 from rollmill.tasks.store.run.step_settings import EarlierSettings, describe_setting_changes
-from rollmill.tasks.train.service.commands import BeginCheckpoint, CheckpointBegun, StepResult, TrainStep
+from rollmill.tasks.train.service.answers import CheckpointBegun, StepResult
+from rollmill.tasks.train.service.commands import BeginCheckpoint, TrainStep
 
 
 def test_the_line_names_the_run_and_its_changed_settings() -> None:

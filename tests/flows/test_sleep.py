@@ -33,7 +33,8 @@ from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.sync.transfer_plan import TransferPlan, lay_out_tensors, share_evenly
 from rollmill.tasks.sync.weight_messages import ProcessLocation, SendResult, SendTarget, WeightOffer
 from rollmill.tasks.train.engine.memory_plan import MODELS, plan_memory
-from rollmill.tasks.train.service.commands import StepResult, TrainStep
+from rollmill.tasks.train.service.answers import StepResult
+from rollmill.tasks.train.service.commands import TrainStep
 from rollmill.tasks.train.service.control_api import ControlServer
 from tests.stubs.trainer import LOGPROB
 from tests.stubs.vllm_server import StubVllmServer

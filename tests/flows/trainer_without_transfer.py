@@ -10,7 +10,7 @@ from rollmill.tasks.processes.launched_process import free_port
 from rollmill.tasks.sync.transfer_plan import TransferPlan
 from rollmill.tasks.sync.weight_messages import ProcessLocation, SendResult, SendTarget, WeightOffer
 from rollmill.tasks.train.checkpoints.checkpoint_writer import CheckpointWriter
-from rollmill.tasks.train.service.commands import ServiceConfig
+from rollmill.tasks.train.service.launch import ServiceConfig
 from rollmill.tasks.train.service.rank_timeline import RankTimeline
 from rollmill.tasks.train.service.rank_worker import RankWorker
 from rollmill.tasks.train.service.ranks import CommandChannel, Heartbeats, join_ranks

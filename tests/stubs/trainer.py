@@ -8,11 +8,10 @@ from typing import Any
 from rollmill.tasks.sync.transfer_plan import TransferPlan
 from rollmill.tasks.sync.weight_messages import ProcessLocation, SendResult, WeightOffer
 from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.service.answers import CheckpointBegun, CheckpointWritten, StepResult, TrainerHealth
 from rollmill.tasks.train.service.commands import (
     AwaitCheckpoint,
     BeginCheckpoint,
-    CheckpointBegun,
-    CheckpointWritten,
     Command,
     ComputeLogprobs,
     DigestState,
@@ -20,8 +19,6 @@ from rollmill.tasks.train.service.commands import (
     LoadPolicy,
     OfferWeights,
     SendWeights,
-    StepResult,
-    TrainerHealth,
     TrainStep,
 )
 from rollmill.tasks.train.service.control_api import ControlServer, Operations, build_control_app

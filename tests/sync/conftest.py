@@ -18,7 +18,7 @@ from rollmill.tasks.sync.weight_messages import SendResult, SendTarget, WeightOf
 from rollmill.tasks.train.config import LoraConfig, TrainConfig
 from rollmill.tasks.train.engine.lora import add_adapters
 from rollmill.tasks.train.engine.policy_model import load_policy
-from rollmill.tasks.train.service.commands import ServiceConfig
+from rollmill.tasks.train.service.launch import ServiceConfig
 from rollmill.tasks.train.weight_transfer import WeightTransfer
 
 SYNC = SyncConfig(timeout_s=60.0)

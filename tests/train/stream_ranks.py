@@ -29,7 +29,7 @@ from rollmill.tasks.train.config import LoraConfig, TrainConfig
 from rollmill.tasks.train.engine.deepspeed_engine import Engine
 from rollmill.tasks.train.engine.lora import select_adapters
 from rollmill.tasks.train.samples import Samples
-from rollmill.tasks.train.service.commands import ServiceConfig
+from rollmill.tasks.train.service.launch import ServiceConfig
 from rollmill.tasks.train.service.ranks import Ranks, join_ranks
 from rollmill.tasks.train.weight_transfer import WeightTransfer
 from tests.stubs.transfer_ends import receive_tensors

@@ -10,7 +10,8 @@ import pytest
 
 from rollmill.tasks.errors import ServiceDiedError
 from rollmill.tasks.processes.launched_process import free_port
-from rollmill.tasks.train.service.commands import Command, DigestState, TrainerHealth
+from rollmill.tasks.train.service.answers import TrainerHealth
+from rollmill.tasks.train.service.commands import Command, DigestState
 from rollmill.tasks.train.service.control_api import ControlServer, Operations, build_control_app
 from rollmill.tasks.train.service.trainer_client import TrainerClient
 

@@ -23,13 +23,8 @@ from rollmill.tasks.store.stored_batch import read_batch_digest
 from rollmill.tasks.train.config import KLConfig, TrainConfig
 from rollmill.tasks.train.policy_logprobs import plan_single_rows
 from rollmill.tasks.train.samples import Samples, read_samples
-from rollmill.tasks.train.service.commands import (
-    ComputeOldLogprobs,
-    DigestState,
-    LoadPolicy,
-    StepResult,
-    TrainStep,
-)
+from rollmill.tasks.train.service.answers import StepResult
+from rollmill.tasks.train.service.commands import ComputeOldLogprobs, DigestState, LoadPolicy, TrainStep
 from rollmill.tasks.train.service.trainer_client import TrainerClient
 
 pytestmark = pytest.mark.service

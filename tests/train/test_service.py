@@ -29,12 +29,12 @@ from rollmill.tasks.errors import (
 from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.sync.weight_messages import SendTarget
 from rollmill.tasks.train.config import TrainConfig, settings_by_step, with_settings
+from rollmill.tasks.train.service.answers import StepResult
 from rollmill.tasks.train.service.commands import (
     AwaitCheckpoint,
     BeginCheckpoint,
     ExportPolicy,
     LoadPolicy,
-    StepResult,
     TrainStep,
 )
 from rollmill.tasks.train.service.trainer_client import TrainerClient

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from rollmill.tasks.errors import SyncError
 from rollmill.tasks.sync.config import SyncConfig
 from rollmill.tasks.train.config import TrainConfig
-from rollmill.tasks.train.service.commands import ServiceConfig
+from rollmill.tasks.train.service.launch import ServiceConfig
 from rollmill.tasks.train.weight_transfer import SendProgress, WeightTransfer
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import pickle
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -133,12 +133,15 @@ class RayExecutor:
 
     The flow remains the authority: it plans groups, grants slots, watches servers, computes advantages and records in Prefect. An actor
     stores the rows of its groups itself, and returns those columns that the flow computes with.
+
+    Attributes:
+        run: id of the run.
     """
 
     def __init__(self, ray: Any, background: asyncio.TaskGroup, shared: "SharedRun", model: Path) -> None:
         self._ray, self._background, self._shared = ray, background, shared
-        self._config, self._store, self._pool = shared.config, shared.store, shared.pool
-        config, store = shared.config, shared.store
+        config, store = self._config, self._store = shared.config, shared.store
+        self._pool, self.run = shared.pool, store.manifest.run
         self._names = count()
         self._actors: list[RemoteActor] = []
         self._is_changed = asyncio.Event()
@@ -148,7 +151,7 @@ class RayExecutor:
         n = config.executor.actors
         self._start = ActorStart(
             name="",
-            run=store.manifest.run,
+            run=self.run,
             epoch=store.manifest.epoch,
             location=store.folder.absolute,
             model=str(model.absolute()),
@@ -164,12 +167,9 @@ class RayExecutor:
     def change(self, change: ServerChange) -> None:
         """Send a change of the pool of servers to all actors; Ray keeps the order."""
         for actor in self._actors:
-            self._changes.add(made := asyncio.ensure_future(self._send(actor, change)))
+            sent = actor.handle.do.remote("change_servers", pickle.dumps(([change],)))
+            self._changes.add(made := asyncio.ensure_future(sent))
             made.add_done_callback(self._changes.discard)
-
-    def _send(self, actor: RemoteActor, change: ServerChange) -> Awaitable[bytes]:
-        sent: Awaitable[bytes] = actor.handle.do.remote("change_servers", pickle.dumps(([change],)))
-        return sent
 
     async def settle(self) -> None:
         """Wait until all actors that live have made all changes so far."""
@@ -280,54 +280,11 @@ class RayExecutor:
                 metrics += await actor.call("end_step", step) if actor.is_open else ()
         return merge_metrics(metrics)
 
-    async def sample(
-        self,
-        group: "RemoteGroup",
-        attempts: Sequence[Attempt],
-        tickets: Sequence[SlotTicket],
-        deadline: Deadline,
+    async def recover(
+        self, lost: RemoteActor, dataset: str, step: int, ids: Sequence[str], columns: Sequence[str]
     ) -> Rows:
-        """Sample trajectories of a group, and return their rows in ROLLOUT_COLUMNS; they are stored."""
-        task, found = group.task, list[Rows]()
-        while attempts:
-            actor = await group.actor()
-            left_s = deadline.at - asyncio.get_running_loop().time()
-            try:
-                with actor.asked(task.group, tickets):
-                    asked = replace(task, attempts=tuple(attempts))
-                    rows = await actor.call("sample", asked, left_s, deadline.setting)
-                return _join("rollouts", ROLLOUT_COLUMNS, [*found, rows])
-            except ActorLostError:
-                await self._replace(actor)
-            # What it stored before it was lost is kept, as by a flow that is resumed.
-            names = {
-                f"{self._start.run}.{task.group}.{each.sample}.{each.attempt}": each for each in attempts
-            }
-            rows = await self._read("rollouts", task.step, list(names), ROLLOUT_COLUMNS)
-            found.append(rows)
-            for trajectory_id in column_values(rows, "trajectory_id"):
-                names.pop(str(trajectory_id))
-            attempts = list(names.values())
-            tickets = tickets[len(tickets) - len(attempts) :]
-        return _join("rollouts", ROLLOUT_COLUMNS, found)
-
-    async def score(self, group: "RemoteGroup", ids: Sequence[str]) -> Rows:
-        """Score stored rollouts of a group, and return the rows in SCORE_COLUMNS; they are stored."""
-        task, found = group.task, list[Rows]()
-        while ids:
-            actor = await group.actor()
-            try:
-                rows = await actor.call("score", task.step, task.group, list(ids))
-                return _join("scores", SCORE_COLUMNS, [*found, rows])
-            except ActorLostError:
-                await self._replace(actor)
-            rows = await self._read("scores", task.step, ids, SCORE_COLUMNS)
-            found.append(rows)
-            stored = {str(each) for each in column_values(rows, "trajectory_id")}
-            ids = [each for each in ids if each not in stored]
-        return _join("scores", SCORE_COLUMNS, found)
-
-    async def _read(self, dataset: str, step: int, ids: Sequence[str], columns: Sequence[str]) -> Rows:
+        """Wait until what a lost actor left is settled, and return those of the rows that it had stored."""
+        await self._replace(lost)
         read = partial(read_chosen, self._store.folder, dataset, list(ids), list(columns), step=step)
         if dataset == "scores":
             read = partial(read, scorer=self._shared.scores_key)
@@ -369,39 +326,73 @@ class RemoteGroup:
         self.step, self.task = step, task
         self._actor: RemoteActor | None = None
 
-    async def actor(self) -> RemoteActor:
-        """Return the group's actor, chosen when the first work of the group begins."""
-        if self._actor is None or self._actor.is_lost:
-            self._actor = await self.step.executor.choose()
-        return self._actor
-
     def trim(self, rows: Rows) -> Rows:
         return rows.select(ROLLOUT_COLUMNS if "n_completion_tokens" in rows.schema.names else SCORE_COLUMNS)
 
     def rollout(
         self, attempts: Sequence[Attempt], tickets: Sequence[SlotTicket], deadline: Deadline
     ) -> RolloutWork:
-        return RemoteRollout(self, attempts, tickets, deadline)
+        prefix = f"{self.step.executor.run}.{self.task.group}"
+        by_id = {f"{prefix}.{each.sample}.{each.attempt}": each for each in attempts}
+        return RemoteRollout(self, by_id, tickets, deadline)
 
     def score(self, rollouts: Rows) -> ScoreWork:
         return RemoteScore(self, [str(each) for each in column_values(rollouts, "trajectory_id")])
 
+    async def make_rows(
+        self,
+        dataset: str,
+        columns: Sequence[str],
+        ids: Sequence[str],
+        ask: Callable[[RemoteActor, Sequence[str]], Awaitable[Rows]],
+    ) -> Rows:
+        """Have the actor make and store the rows of these trajectories, and return them; what a lost one lacks, another makes."""
+        executor, found = self.step.executor, list[Rows]()
+        while ids:
+            if self._actor is None or self._actor.is_lost:
+                self._actor = await executor.choose()
+            actor = self._actor
+            try:
+                found.append(await ask(actor, ids))
+                break
+            except ActorLostError:
+                # What it stored is kept, as by a flow that is resumed.
+                rows = await executor.recover(actor, dataset, self.task.step, ids, columns)
+            found.append(rows)
+            stored = {str(each) for each in column_values(rows, "trajectory_id")}
+            ids = [each for each in ids if each not in stored]
+        parts = [each.replace_schema_metadata(None) for each in found if each.num_rows]
+        return concat_rows(*parts) if parts else no_rows(dataset).select(columns)
+
 
 # Not a dataclass: Prefect searches the fields of dataclasses among a task's parameters.
 class RemoteRollout:
-    """Trajectories of a group that an actor samples."""
+    """Trajectories of a group that an actor samples, by id."""
 
-    __slots__ = ("_given", "_group")
+    __slots__ = ("_attempts", "_deadline", "_group", "_tickets")
 
-    def __init__(self, group: RemoteGroup, *given: Any) -> None:
-        self._group, self._given = group, given
+    def __init__(
+        self,
+        group: RemoteGroup,
+        attempts: Mapping[str, Attempt],
+        tickets: Sequence[SlotTicket],
+        deadline: Deadline,
+    ) -> None:
+        self._group, self._attempts, self._tickets, self._deadline = group, attempts, tickets, deadline
 
     async def sample(self) -> SampledChunk:
         """Wait until the trajectories are stored, and return their rows without tokens."""
-        rows = await self._group.step.executor.sample(self._group, *self._given)
+        rows = await self._group.make_rows("rollouts", ROLLOUT_COLUMNS, list(self._attempts), self._ask)
         if (lost := rows_where_in(rows, "status", LOST_STATUSES)).num_rows:
             self._group.step.see(lost)
         return SampledChunk(rows, ())
+
+    async def _ask(self, actor: RemoteActor, ids: Sequence[str]) -> Rows:
+        task = replace(self._group.task, attempts=tuple(self._attempts[each] for each in ids))
+        left_s = self._deadline.at - asyncio.get_running_loop().time()
+        with actor.asked(task.group, self._tickets[len(self._tickets) - len(ids) :]):
+            rows: Rows = await actor.call("sample", task, left_s, self._deadline.setting)
+        return rows
 
 
 class RemoteScore:
@@ -414,15 +405,14 @@ class RemoteScore:
 
     async def score(self) -> ScoredChunk:
         """Wait until the scores are stored, and return their rows."""
-        rows = await self._group.step.executor.score(self._group, self._ids)
+        rows = await self._group.make_rows("scores", SCORE_COLUMNS, self._ids, self._ask)
         self._group.step.see(rows)
         return ScoredChunk(rows)
 
-
-def _join(dataset: str, columns: Sequence[str], parts: Sequence[Rows]) -> Rows:
-    """Join rows with these columns; of none, rows without any."""
-    found = [each.replace_schema_metadata(None) for each in parts if each.num_rows]
-    return concat_rows(*found) if found else no_rows(dataset).select(columns)
+    async def _ask(self, actor: RemoteActor, ids: Sequence[str]) -> Rows:
+        task = self._group.task
+        rows: Rows = await actor.call("score", task.step, task.group, ids)
+        return rows
 
 
 def count_slots(config: RunConfig) -> int:

@@ -7,7 +7,11 @@ from itertools import combinations
 
 import polars as pl
 
-from rollmill.tasks.look.comparisons.paired_evaluations import PROMPT_KEYS, compute_paired_interval
+from rollmill.tasks.look.comparisons.paired_evaluations import (
+    PROMPT_KEYS,
+    average_answers,
+    compute_paired_interval,
+)
 from rollmill.tasks.look.tables.run_tables import mean_with_interval
 from rollmill.tasks.look.tables.view import Column, View, count_noun
 from rollmill.tasks.observe.metrics import ALL
@@ -51,16 +55,7 @@ def read_rewards(policy: ScoredPolicy, scorers: Sequence[str]) -> pl.DataFrame:
         scores = scan(policy.run, "evaluation_scores", ["trajectory_id", "reward"], **partition)
         scores = scores.unique("trajectory_id", keep="last", maintain_order=True)
         rows = rows.join(scores.rename({"reward": scorer}), on="trajectory_id", how="left")
-    equal = ["env", "example_id", "example", "greedy"]
-    return (
-        rows.with_columns(pl.col(scorers).fill_nan(0.0).fill_null(0.0))
-        .group_by(*equal, "group")
-        .agg(pl.col(scorers).mean())
-        .sort("group")
-        .collect()
-        .with_columns(pl.int_range(pl.len()).over(equal).alias("repeat"))
-        .drop("group")
-    )
+    return average_answers(rows, scorers)
 
 
 def make_policies_view(

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 import polars as pl
 
 from rollmill.tasks.look.tables.run_frames import RunFrames
+from rollmill.tasks.look.tables.run_tables import Z
 from rollmill.tasks.look.tables.view import Column, View
 from rollmill.tasks.store.folders import RunFolder
 
-# Quantile 0.975 of the standard normal distribution: intervals are of 95 %.
-_QUANTILE = 1.96
 _COLUMNS = (
     Column("cycle"),
     Column("n", header="conversations"),
@@ -79,17 +78,14 @@ def make_drift_view(logs: RunFolder, ends: Sequence[int]) -> View:
 def _compare(name: str, before: pl.Series, now: pl.Series) -> dict[str, object]:
     """Return mean, change from `before`, and half of the change's 95 % interval; NaN where there are fewer than two values."""
     means = [_mean(before), _mean(now)]
-    variance = sum(_variance(each) / len(each) if len(each) > 1 else math.nan for each in (before, now))
+    samples = (each.to_numpy() for each in (before, now))
+    variance = sum(each.var(ddof=1) / len(each) if len(each) > 1 else math.nan for each in samples)
     return {
         name: means[1],
         f"{name}_change": means[1] - means[0],
-        f"{name}_error": _QUANTILE * math.sqrt(variance),
+        f"{name}_error": Z * math.sqrt(variance),
     }
 
 
 def _mean(values: pl.Series) -> float:
     return float(values.to_numpy().mean()) if len(values) else math.nan
-
-
-def _variance(values: pl.Series) -> float:
-    return float(values.to_numpy().var(ddof=1))

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -17,7 +18,8 @@ from rollmill.tasks.store.promotion.gate_record import GateCheck
 from rollmill.tasks.store.reader import read, scan
 from rollmill.tasks.store.run.manifest import has_manifest, read_manifest
 
-PROMPT_KEYS = ("env", "example_id", "example", "repeat", "greedy")
+_PROMPT = ("env", "example_id", "example", "greedy")
+PROMPT_KEYS = (*_PROMPT, "repeat")
 EVALUATION_COLUMNS = ("policy_version", "greedy", "reward", "components")
 
 
@@ -82,17 +84,22 @@ def read_answers(run: RunFolder, version: int) -> pl.DataFrame:
 
     Columns: those of PROMPT_KEYS, and reward; an answer without a reward counts as 0. `repeat` numbers prompts that are equal.
     """
-    columns = ["env", "example_id", "example", "group", "greedy", "reward"]
-    by_prompt = (
-        scan(run, "evaluations", columns, version=version)
-        .with_columns(pl.col("reward").fill_nan(0.0))
-        .group_by("env", "example_id", "example", "group", "greedy")
-        .agg(pl.col("reward").mean())
+    return average_answers(
+        scan(run, "evaluations", [*_PROMPT, "group", "reward"], version=version), ["reward"]
+    )
+
+
+def average_answers(rows: pl.LazyFrame, rewards: Sequence[str]) -> pl.DataFrame:
+    """Average columns of rewards over the rows of each prompt, one for greedy and one for sampled answers, as `read_answers`."""
+    return (
+        rows.with_columns(pl.col(rewards).fill_nan(0.0).fill_null(0.0))
+        .group_by(*_PROMPT, "group")
+        .agg(pl.col(rewards).mean())
         .sort("group")
         .collect()
+        .with_columns(pl.int_range(pl.len()).over(*_PROMPT).alias("repeat"))
+        .drop("group")
     )
-    equal = ["env", "example_id", "example", "greedy"]
-    return by_prompt.with_columns(pl.int_range(pl.len()).over(equal).alias("repeat")).drop("group")
 
 
 def has_same_prompts(first: pl.DataFrame, second: pl.DataFrame) -> bool:

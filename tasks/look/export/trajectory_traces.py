@@ -7,7 +7,6 @@ span, with the messages before its last completion as input and that completion 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -102,7 +101,7 @@ def _make_span(row: Mapping[str, Any], run: str, scorer: str) -> ReadableSpan:
         attributes |= {"server.address": server.hostname, "server.port": server.port or 80}
     if row["error_type"]:
         attributes["error.type"] = row["error_type"]
-    begun, reward = _nanoseconds(row["started_at"]), row["reward"]
+    begun, reward = 1000 * int(row["started_at"].timestamp() * 1e6), row["reward"]
     ended = begun + int(row["duration_s"] * NS_PER_S)
     score = {"gen_ai.evaluation.name": scorer, "gen_ai.evaluation.score.value": reward}
     return ReadableSpan(
@@ -147,10 +146,6 @@ def _parts(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "name": function["name"],
             "arguments": function["arguments"],
         }
-
-
-def _nanoseconds(when: datetime) -> int:
-    return int(when.timestamp() * 1e6) * 1000
 
 
 def _make_context(name: str) -> SpanContext:

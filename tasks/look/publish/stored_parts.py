@@ -1,5 +1,6 @@
 """The parts of a run that are published one by one: the finished steps of its data sets, and which of their rows are new."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -9,7 +10,6 @@ import pyarrow.compute as pc
 import xxhash
 
 from rollmill.tasks.look.export.dataset_export import json_lines, list_partitions
-from rollmill.tasks.look.publish.portable_rows import convert_rows, table_name
 from rollmill.tasks.store.folders import Partition, RunFolder, partition_folder
 from rollmill.tasks.store.reader import list_steps, read
 from rollmill.tasks.store.run.manifest import Manifest, read_manifest
@@ -137,3 +137,35 @@ def _find_finished(folder: RunFolder, manifest: Manifest, dataset: str) -> Calla
 
 def _step_of(partition: Partition) -> int:
     return int(partition["version" if "version" in partition else "step"])
+
+
+def convert_rows(rows: pa.Table) -> pa.Table:
+    """Return the same values in the types that Delta, Iceberg, Lance and Parquet readers share: no large offsets, nullable columns.
+
+    Columns carry their meaning as a comment. A table that gets a column later has null in earlier rows, which a column that is not
+    nullable cannot have.
+    """
+    return rows.cast(pa.schema([_convert_field(each) for each in rows.schema]))
+
+
+def table_name(dataset: str) -> str:
+    """Return the name of the table of a data set. Example: states-guess is states_guess."""
+    return re.sub(r"\W+", "_", dataset)
+
+
+def _convert_field(field: pa.Field) -> pa.Field:
+    texts = {key.decode(): text.decode() for key, text in (field.metadata or {}).items()}
+    details = [f"{key} {texts[key]}" for key in ("unit", "shape") if key in texts]
+    comment = "; ".join([texts.get("meaning", ""), *details])
+    # Delta reads `comment`, Iceberg `doc`.
+    return pa.field(field.name, _convert_type(field.type), metadata={"comment": comment, "doc": comment})
+
+
+def _convert_type(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_large_list(kind):
+        return pa.list_(_convert_type(kind.value_type))
+    if pa.types.is_large_string(kind):
+        return pa.string()
+    if pa.types.is_large_binary(kind):
+        return pa.binary()
+    return kind

@@ -64,8 +64,11 @@ def escape_json(text: str) -> str:
     )
 
 
-def print_view(view: View) -> None:
-    """Print a table with as many columns as fit the terminal; all columns into a file or a pipe."""
+def print_view(view: View, *, as_json: bool = False) -> None:
+    """Print a table with as many columns as fit the terminal, all columns into a file or a pipe; or its values as JSON."""
+    if as_json:
+        print_json(view.values)
+        return
     console = open_console()
     page = view.page(terminal_width(console))
     widen_to_fit(console, page)

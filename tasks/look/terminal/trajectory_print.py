@@ -150,8 +150,8 @@ def message_heading(message: Mapping[str, Any]) -> str:
 
 def message_texts(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the texts and tool calls of a message, each with its style; control characters are not escaped yet."""
-    if message["content"]:
+    if message.get("content"):
         yield str(message["content"]), ""
-    for call in message.get("tool_calls", ()):
+    for call in message.get("tool_calls") or ():
         function = call.get("function", call)
         yield f"→ {function.get('name', '?')}({function.get('arguments', '')})", "yellow"

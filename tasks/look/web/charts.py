@@ -7,7 +7,7 @@ import polars as pl
 from dash import dcc, html
 from dash.development.base_component import Component
 
-from rollmill.tasks.look.tables.curves import BLUE, Chart, Curves, Series, list_charts
+from rollmill.tasks.look.tables.curves import BLUE, Chart, Series
 from rollmill.tasks.look.tables.view import escape_controls
 
 # Of more points every n-th is drawn: a chart has fewer pixels, and the page would be long.
@@ -30,11 +30,6 @@ LOOK = {
     "hoverlabel": {"font": {"size": 11}},
 }
 """Plotly configuration of every chart."""
-
-
-def make_charts(curves: Curves) -> list[Component]:
-    """Return the charts of a run: reward, length, entropy, staleness, drops and time; one without data has a note."""
-    return render_charts(list_charts(curves))
 
 
 def render_charts(charts: Sequence[Chart]) -> list[Component]:

@@ -97,11 +97,6 @@ class RunTools:
         return _plain(ledger_values(folder.location, read_ledger(folder, interval)))
 
 
-def serve_run_tools(find: Callable[[str], RunFolder], root: str) -> None:
-    """Serve the tools on standard input and output until that is closed."""
-    make_server(find, root).run("stdio")
-
-
 def make_server(find: Callable[[str], RunFolder], root: str) -> MCPServer:
     """Create the server of the tools; an error of Rollmill is the tool's answer."""
     server, tools = MCPServer("rollmill", instructions=INSTRUCTIONS, log_level="ERROR"), RunTools(find, root)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from rollmill.tasks.errors import ServiceError, WorkerError
@@ -54,9 +53,7 @@ class SinkClient:
         )
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, _: object, error: BaseException | None, *__: object) -> None:
         """Send how the run ended, and wait until the process has written the remaining points, `timeout_s` at most."""
         if error is None or isinstance(error, Exception):
             self._send({"end": "failed" if error else "finished"})

@@ -3,8 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rollmill.tasks.errors import RunLockedError
 from rollmill.tasks.store.filesystem import open_files
@@ -62,11 +61,9 @@ class JoinedRun:
             raise
         return self
 
-    async def __aexit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *details: Any) -> None:
         try:
-            await self._stack.__aexit__(error_type, error, trace)
+            await self._stack.__aexit__(*details)
         finally:
             if self._lock is not None:
                 self._lock.release()

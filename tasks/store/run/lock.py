@@ -14,7 +14,7 @@ from typing import Protocol, Self
 from pydantic import BaseModel
 
 from rollmill.tasks.errors import ConfigError, RollmillError, RunLockedError, StoreError
-from rollmill.tasks.processes.machine import machine_id
+from rollmill.tasks.processes.machine import machine_id, process_start
 from rollmill.tasks.store.config import StoreConfig
 from rollmill.tasks.store.filesystem import describe_os_error, empty_folder
 from rollmill.tasks.store.folders import SCRATCH_ENV, RunFolder
@@ -50,26 +50,16 @@ class LockHolder(BaseModel):
         # Without /proc other processes cannot detect that this one has ended: they wait until its lease expires.
         with contextlib.suppress(OSError):
             machine = machine_id()
-        return cls(pid=pid, host=socket.gethostname(), machine=machine, began=_process_start(pid))
+        return cls(pid=pid, host=socket.gethostname(), machine=machine, began=process_start(pid))
 
     def is_known_dead(self) -> bool:
         """Return True if the process ran on this machine and has ended; False also if that cannot be known from here."""
         here = self.this_process().machine
         # A pid is given again after some time; pid and start together are one process.
-        return bool(here) and self.machine == here and _process_start(self.pid) != self.began
+        return bool(here) and self.machine == here and process_start(self.pid) != self.began
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
-
-
-def _process_start(pid: int) -> str:
-    """Return when a process started, in clock ticks since the boot; empty if it has ended or is unknown."""
-    try:
-        # The name, in parentheses, may have blanks and parentheses: the fields after it begin at the last one.
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (OSError, ValueError):
-        return ""
-    return "" if state in "ZX" else fields[18]
 
 
 class RunLock(Protocol):

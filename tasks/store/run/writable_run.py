@@ -4,7 +4,6 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from types import TracebackType
 from typing import Any, Self
 
 from rollmill.tasks.errors import RunFinishedError, RunMismatchError, StoreError
@@ -162,9 +161,7 @@ class OpenRun:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _replace(self, manifest: Manifest) -> None:

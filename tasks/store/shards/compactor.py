@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Collection
-from types import TracebackType
 from typing import Self
 
 import pyarrow as pa
@@ -46,9 +45,7 @@ class Compactor:
         await self._tasks.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, _: object, error: BaseException | None, *__: object) -> None:
         for each in self._rounds:
             each.cancel()
         # Given the error, it would wrap it.

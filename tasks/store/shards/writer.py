@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import pyarrow as pa
@@ -298,9 +297,7 @@ class RunWriter:
 
         await asyncio.get_running_loop().run_in_executor(self._compacting, remove)
 
-    async def __aexit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, _: object, error: BaseException | None, *__: object) -> None:
         try:
             await self.flush()
             await self.note()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rollmill.tasks.errors import LeaseLostError, RollmillError, StoreError
 from rollmill.tasks.store.checkpoints.checkpoint_marker import StoredFile
 from rollmill.tasks.train.engine.private_torch import Store
-from rollmill.tasks.train.service.commands import CheckpointWritten
+from rollmill.tasks.train.service.answers import CheckpointWritten
 
 _ERRORS = {each.__name__: each for each in (LeaseLostError, StoreError)}
 """What a rank's failure may be on rank 0; anything else is a StoreError there."""

@@ -37,7 +37,7 @@ from rollmill.tasks.train.checkpoints.state_files import (
 )
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.deepspeed_engine import Engine
-from rollmill.tasks.train.service.commands import StepResult
+from rollmill.tasks.train.service.answers import StepResult
 from rollmill.tasks.train.service.ranks import is_first_on_machine
 
 _CPU, _GPU = "random/cpu", "random/gpu"

@@ -7,129 +7,23 @@ Neither torch nor HTTP is imported here, since the flow imports this module.
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, Union, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, Union, get_args
 
 import msgspec
 
-from rollmill.tasks.config import StageConfig
 from rollmill.tasks.errors import BatchRefusedError, RequestError, SyncError
-from rollmill.tasks.observe.metrics import Metric
-from rollmill.tasks.observe.spans import Span
 from rollmill.tasks.store.checkpoints.checkpoint_store import clear_checkpoint, has_checkpoint, has_policy
 from rollmill.tasks.store.checkpoints.weight_snapshots import list_complete_weights
 from rollmill.tasks.store.folders import RunFolder, policy_key
 from rollmill.tasks.store.staged_rows import StagedRows
-from rollmill.tasks.sync.config import SyncConfig
-from rollmill.tasks.sync.transfer_plan import BUCKET_BYTES
 from rollmill.tasks.sync.weight_messages import SendResult, SendTarget, WeightOffer
-from rollmill.tasks.train.config import TrainConfig
+from rollmill.tasks.train.service.answers import CheckpointBegun, CheckpointWritten, StepResult
 
 if TYPE_CHECKING:
     # A rank has torch.
     from rollmill.tasks.train.service.rank_worker import RankWorker
 
 Answer = TypeVar("Answer")
-
-
-class ServiceConfig(StageConfig):
-    """Settings of one trainer service, as its command line names them in a JSON file.
-
-    Attributes:
-        train: settings of the training.
-        sync: settings of the weight sync.
-        host: address that the control API listens on.
-        port: port of the control API.
-        log_dir: folder for logs other than the service's output.
-        bucket_bytes: size of one transfer buffer; a sync needs two of them, and tensors are split across them.
-        heartbeat_timeout_s: seconds of silence after which a rank counts as dead.
-        progress_interval_s: seconds between two reports of how far a weight transfer is.
-    """
-
-    train: TrainConfig
-    sync: SyncConfig
-    host: str = "127.0.0.1"
-    port: int
-    log_dir: str
-    bucket_bytes: int = BUCKET_BYTES
-    # A rank that computes sends heartbeats from a thread: a minute of silence means that it or its machine is dead.
-    heartbeat_timeout_s: float = 60.0
-    progress_interval_s: float = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """Outcome of a training step.
-
-    Attributes:
-        version: policy version that the step produced.
-        updated: False when the weights are the same as in the version before.
-        reason: why there was no update; empty when there was one.
-        metrics: the step's metrics, by environment and for `all` together.
-        duration_s: seconds from the first row read to the last update.
-        staged: rows of data sets that the step made and staged, to be stored by the flow.
-    """
-
-    version: int
-    updated: bool
-    reason: str
-    metrics: list[Metric]
-    duration_s: float
-    staged: tuple[StagedRows, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointBegun:
-    """Answer to BeginCheckpoint: whether a checkpoint is now being written, and how long training was held.
-
-    Attributes:
-        is_new: False when the checkpoint was complete already, and nothing is written.
-        held_s: seconds that training was held while the state was copied.
-    """
-
-    is_new: bool
-    held_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointWritten:
-    """Answer to AwaitCheckpoint: size and duration of a complete checkpoint.
-
-    Attributes:
-        version: policy version.
-        written_s: seconds from the end of the copy in memory until the checkpoint was complete.
-        n_bytes: size of all its files but the marker, in bytes.
-    """
-
-    version: int
-    written_s: float
-    n_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerHealth:
-    """State of the trainer, as GET /v1/health reports it.
-
-    Attributes:
-        run: random id of the loaded run; empty before the first load.
-        incarnation: the run's count of trainer loads at the last load.
-        version: policy version; -1 before the first load.
-        digest: digest of the last applied batch; empty when there is none.
-        world_size: number of ranks, W.
-        heartbeats: [W] seconds since the last heartbeat of each rank.
-        busy: name of the command being carried out; empty when idle.
-        settings: the TrainConfig that the trainer was started with.
-        device: what rank 0 computes on, such as "cpu" or "cuda:0 (NVIDIA H100 80GB HBM3)".
-    """
-
-    run: str
-    incarnation: int
-    version: int
-    digest: str
-    world_size: int
-    heartbeats: list[float]
-    busy: str
-    settings: dict[str, Any]
-    device: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,27 +43,6 @@ class StepRef:
     step: int
     incarnation: int
     stages_rows: bool = True
-
-
-class OperationState(msgspec.Struct, frozen=True):
-    """Progress or outcome of a command, as GET /v1/operations/ID reports it.
-
-    Attributes:
-        status: running, done or failed.
-        progress: bytes sent to each server so far; empty for a command that sends no weights.
-        answer: the command's answer in MessagePack, once it is done.
-        error_type: class of the error that the command failed with.
-        error: text of that error.
-        spans: timed activities of the ranks during the command and since the command before it.
-    """
-
-    status: Literal["running", "done", "failed"]
-    progress: dict[str, int] = {}
-    # MessagePack's nil: an empty Raw is no valid message.
-    answer: msgspec.Raw = msgspec.Raw(b"\xc0")
-    error_type: str = ""
-    error: str = ""
-    spans: list[Span] = []
 
 
 def _name_command(class_name: str) -> str:

@@ -26,7 +26,8 @@ from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
 from rollmill.tasks.errors import RequestError, RollmillError
 from rollmill.tasks.observe.loop_monitor import LoopMonitor
 from rollmill.tasks.observe.spans import Span
-from rollmill.tasks.train.service.commands import Command, OperationState, TrainerHealth, decode_command
+from rollmill.tasks.train.service.answers import OperationState, TrainerHealth
+from rollmill.tasks.train.service.commands import Command, decode_command
 
 _KEPT_RESULTS = 256
 

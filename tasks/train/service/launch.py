@@ -1,21 +1,47 @@
-"""The command that starts a trainer service; nothing here imports torch."""
+"""The command that starts a trainer service, and the service's settings; nothing here imports torch."""
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollmill.tasks.config import StageConfig
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.processes.gpus import VISIBLE
 from rollmill.tasks.processes.network_interface import find_interface
 from rollmill.tasks.processes.python_child import SAFE_PATH, child_environment, python_command
 from rollmill.tasks.sync.config import SyncConfig
+from rollmill.tasks.sync.transfer_plan import BUCKET_BYTES
 from rollmill.tasks.train.config import TrainConfig
-from rollmill.tasks.train.service.commands import ServiceConfig
 
 TOKEN_ENV = "ROLLMILL_TRAINER_TOKEN"
-"""Network interface of gloo's connections between ranks; unset: that of the machine's own name, which may be loopback."""
+"""Environment variable with the access token of a trainer."""
 _LOOPBACK = "127.0.0.1"
+
+
+class ServiceConfig(StageConfig):
+    """Settings of one trainer service, as its command line names them in a JSON file.
+
+    Attributes:
+        train: settings of the training.
+        sync: settings of the weight sync.
+        host: address that the control API listens on.
+        port: port of the control API.
+        log_dir: folder for logs other than the service's output.
+        bucket_bytes: size of one transfer buffer; a sync needs two of them, and tensors are split across them.
+        heartbeat_timeout_s: seconds of silence after which a rank counts as dead.
+        progress_interval_s: seconds between two reports of how far a weight transfer is.
+    """
+
+    train: TrainConfig
+    sync: SyncConfig
+    host: str = "127.0.0.1"
+    port: int
+    log_dir: str
+    bucket_bytes: int = BUCKET_BYTES
+    # A rank that computes sends heartbeats from a thread: a minute of silence means that it or its machine is dead.
+    heartbeat_timeout_s: float = 60.0
+    progress_interval_s: float = 10.0
 
 
 def write_config(

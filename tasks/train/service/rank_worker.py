@@ -31,15 +31,8 @@ from rollmill.tasks.train.engine.deepspeed_engine import Engine, check_model
 from rollmill.tasks.train.engine.reference_policy import FrozenPolicy, load_reference
 from rollmill.tasks.train.policy_logprobs import PolicyLogprobs, list_policy_logprobs
 from rollmill.tasks.train.samples import read_rollouts
-from rollmill.tasks.train.service.commands import (
-    CheckpointBegun,
-    Command,
-    ComputeOldLogprobs,
-    LoadPolicy,
-    StepRef,
-    StepResult,
-    TrainStep,
-)
+from rollmill.tasks.train.service.answers import CheckpointBegun, StepResult
+from rollmill.tasks.train.service.commands import Command, ComputeOldLogprobs, LoadPolicy, StepRef, TrainStep
 from rollmill.tasks.train.service.rank_timeline import RankTimeline
 from rollmill.tasks.train.service.ranks import is_first_on_machine
 from rollmill.tasks.train.setting_rules import check_offload

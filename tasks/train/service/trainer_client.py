@@ -23,16 +23,15 @@ from rollmill.tasks.sync.weight_messages import (
     SendTarget,
     WeightOffer,
 )
+from rollmill.tasks.train.service.answers import OperationState, TrainerHealth
 from rollmill.tasks.train.service.commands import (
     Answer,
     Command,
     ComputeLogprobs,
     OfferWeights,
-    OperationState,
     SendWeights,
     Shutdown,
     StopSending,
-    TrainerHealth,
     decode_answer,
     encode_command,
 )

@@ -18,9 +18,10 @@ from rollmill.tasks.errors import ConfigError, RollmillError
 from rollmill.tasks.observe.loop_monitor import LoopMonitor
 from rollmill.tasks.train.checkpoints.checkpoint_writer import CheckpointWriter
 from rollmill.tasks.train.config import TrainConfig
-from rollmill.tasks.train.service.commands import Command, ServiceConfig, Shutdown, TrainerHealth
+from rollmill.tasks.train.service.answers import TrainerHealth
+from rollmill.tasks.train.service.commands import Command, Shutdown
 from rollmill.tasks.train.service.control_api import ControlServer, Operations, build_control_app
-from rollmill.tasks.train.service.launch import TOKEN_ENV
+from rollmill.tasks.train.service.launch import TOKEN_ENV, ServiceConfig
 from rollmill.tasks.train.service.rank_timeline import RankTimeline
 from rollmill.tasks.train.service.rank_worker import RankWorker
 from rollmill.tasks.train.service.ranks import CommandChannel, Heartbeats, describe_device, join_ranks

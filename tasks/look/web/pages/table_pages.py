@@ -8,11 +8,12 @@ from dash import dcc, html
 from dash.development.base_component import Component
 
 from rollmill.tasks.errors import ConfigError, RollmillError
+from rollmill.tasks.look.tables.curves import list_charts
 from rollmill.tasks.look.tables.run_tables import GROUP_COLUMNS, TRAINED
 from rollmill.tasks.look.tables.selection import check_known
 from rollmill.tasks.look.tables.trajectory_table import STATUSES, TRAJECTORY_COLUMNS, UNSCORED
 from rollmill.tasks.look.tables.view import Column, count_noun, escape_controls
-from rollmill.tasks.look.web.charts import make_charts
+from rollmill.tasks.look.web.charts import render_charts
 from rollmill.tasks.look.web.grid import make_grid, make_whole_grid
 from rollmill.tasks.look.web.run_data import RunData
 from rollmill.tasks.look.web.urls import GROUPS, HELD_OUT, TIMING, TRAJECTORIES, TRAJECTORY, Query
@@ -77,7 +78,7 @@ def render_home(source: RunData) -> Component:
         [
             html.H1(source.folder.name),
             html.P(escape_controls(steps.title), className="quiet"),
-            html.Div(make_charts(curves), className="charts"),
+            html.Div(render_charts(list_charts(curves)), className="charts"),
             html.H2("steps"),
             make_whole_grid("steps", steps.columns, steps.rows[::-1], links),
         ]

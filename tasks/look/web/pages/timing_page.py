@@ -1,6 +1,5 @@
 """The page of where the time of steps went: charts first, and the tables of `rollmill spans`, folded."""
 
-import polars as pl
 from dash import dcc, html
 from dash.development.base_component import Component
 
@@ -44,7 +43,9 @@ def render_timing(source: RunData, query: Query) -> Component:
     step = int(ledger.steps["step"][-1]) if len(ledger.steps) else steps[-1]
     around = ledger if len(steps) > 1 else _read_steps(source, _choose_neighbours(known, step))
     timeline = source.derive(
-        ("timeline", step), source.parts(), lambda: _lay_out(source, step, ledger.path.filter(step=step))
+        ("timeline", step),
+        source.parts(),
+        lambda: lay_out_step(read_step_spans(source.folder, [step]), step, ledger.path.filter(step=step)),
     )
     costs = source.derive(
         ("costs", tuple(steps)), source.parts(), lambda: make_costs_view(source.folder, ledger)
@@ -81,10 +82,6 @@ def _choose_neighbours(known: list[int], step: int) -> list[int]:
     """Return MOST_STEPS steps, or all: the last ones if `step` is among them, otherwise those around it."""
     first = max(0, min(len(known) - MOST_STEPS, known.index(step) - MOST_STEPS // 2))
     return known[-MOST_STEPS:] if step in known[-MOST_STEPS:] else known[first : first + MOST_STEPS]
-
-
-def _lay_out(source: RunData, step: int, path: pl.DataFrame) -> StepTimeline:
-    return lay_out_step(read_step_spans(source.folder, [step]), step, path)
 
 
 def _render_head(known: list[int], steps: list[int]) -> Component:

@@ -1,16 +1,60 @@
-"""The files from which servers load weights: written by the trainer on request, whole or as changes, and removed at the end."""
+"""What the trainer gives of its weights: an offer to send them, checksums, and files that it writes on request."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from rollmill.flows.policies.server_parity import Latest
 from rollmill.tasks.serve.policy_version import PolicyVersion
 from rollmill.tasks.serve.vllm_client import VllmClient
 from rollmill.tasks.store.checkpoints.weight_snapshots import remove_weights, weight_urls
 from rollmill.tasks.sync.broadcast import FILES
-from rollmill.tasks.sync.weight_messages import SendTarget
-from rollmill.tasks.train.service.commands import WriteWeights
+from rollmill.tasks.sync.weight_messages import SendTarget, WeightOffer
+from rollmill.tasks.sync.weight_parity import compare_checksums, select_names
+from rollmill.tasks.train.service.commands import DigestWeights, WriteWeights
 from rollmill.tasks.train.service.trainer_client import TrainerClient
+
+# A sync that drops or mixes bytes shows within a few versions, since each version compares other tensors.
+CHECKED_TENSORS = 8
+
+
+class OfferedWeights:
+    """The trainer's offer to send its weights, and checksums of them; each is fetched once for all servers.
+
+    Attributes:
+        n_offers: offers fetched so far.
+    """
+
+    def __init__(self, trainer: TrainerClient) -> None:
+        self._trainer, self.n_offers = trainer, 0
+        self._offers, self._digests = Latest[WeightOffer](), Latest[dict[str, str]]()
+
+    async def offer(self, version: PolicyVersion) -> WeightOffer:
+        """Return which weights the trainer can send and how to reach it; fetched once for each incarnation of the trainer."""
+
+        async def fetch() -> WeightOffer:
+            self.n_offers += 1
+            return await self._trainer.offer()
+
+        return await self._offers.get(str(version.incarnation), fetch)
+
+    async def names(self, version: PolicyVersion) -> Sequence[str]:
+        """Return the names of the tensors whose checksums are compared at a version."""
+        names = [tensor.name for tensor in (await self.offer(version)).plan.tensors]
+        return select_names(names, version.version, CHECKED_TENSORS)
+
+    async def digests(self, version: PolicyVersion) -> Mapping[str, str]:
+        """Return the SHA-256, 64 hex digits, of these tensors, by name; the trainer must be at the version."""
+
+        async def fetch() -> dict[str, str]:
+            names = await self.names(version)
+            return await self._trainer.do(DigestWeights(names=list(names))) if names else {}
+
+        return await self._digests.get(str(version), fetch)
+
+    async def compare(self, server: str, version: PolicyVersion, found: Mapping[str, str]) -> None:
+        """Raise ChecksumError, which names them, if a server's checksums of tensors differ from the trainer's."""
+        compare_checksums(server, str(version), await self.digests(version), found)
 
 
 class WeightFiles:
