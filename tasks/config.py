@@ -17,6 +17,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ValidationError,
     ValidationInfo,
     field_validator,
 )
@@ -231,6 +232,12 @@ def suggest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the end of a message that suggests the most similar name, as "; did you mean mean_std?"; empty if none is."""
     matches = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
     return f"; did you mean {matches[0]}?" if matches else ""
+
+
+def describe_invalid(error: ValidationError, *above: str) -> str:
+    """Describe the first value that a model refuses; `above` is the place of the model. Example: "steps.0.n: Field required"."""
+    first = error.errors()[0]
+    return f"{'.'.join([*above, *map(str, first['loc'])]) or 'the whole'}: {first['msg']}"
 
 
 @cache

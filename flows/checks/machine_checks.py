@@ -140,11 +140,16 @@ def _check_port() -> str:
 
 def _check_package(name: str) -> str:
     version = importlib.metadata.version(name)
-    required = map(Requirement, importlib.metadata.requires("rollmill") or ())
-    needed = next((each.specifier for each in required if each.name == name), None)
-    if needed is not None and not needed.contains(version, prereleases=True):
+    if needed := _find_needed(name, version):
         raise ConfigError(name, version, f"rollmill needs {needed}: pip install 'rollmill[trainer]'")
     return version
+
+
+def _find_needed(name: str, version: str) -> str:
+    """Return the versions of a package that Rollmill needs, such as "<5,>=4.2"; empty if `version` is one of them."""
+    required = map(Requirement, importlib.metadata.requires("rollmill") or ())
+    needed = next((each.specifier for each in required if each.name == name), None)
+    return "" if needed is None or needed.contains(version, prereleases=True) else str(needed)
 
 
 def _check_vllm(python: str) -> str:
@@ -161,9 +166,7 @@ def _check_vllm(python: str) -> str:
             "serve.python", python, "this environment has no vLLM: `rollmill setup` installs it"
         )
     extra = vllm.replace("_", "-")
-    required = map(Requirement, importlib.metadata.requires("rollmill") or ())
-    needed = next((each.specifier for each in required if each.name == extra), None)
-    if needed is not None and not needed.contains(found[vllm], prereleases=True):
+    if needed := _find_needed(extra, found[vllm]):
         remedy = f"rollmill needs {extra}{needed}: `rollmill setup` installs it"
         raise ConfigError(extra, found[vllm], remedy)
     if "rollmill" not in found:

@@ -4,6 +4,8 @@ import asyncio
 import fcntl
 import os
 import random
+import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from rollmill.tasks.errors import ServiceError
+from rollmill.tasks.errors import ConfigError, ServiceError
 from rollmill.tasks.processes import supervisor
 
 # Seconds between SIGTERM and SIGKILL: enough to flush logs, and short enough for a cancelled run to end soon.
@@ -146,6 +148,17 @@ class LaunchedProcess:
 
     def _stuck(self) -> ServiceError:
         return ServiceError(self.name, f"process {self.pid} did not end", self.log_tail())
+
+
+def split_command(field: str, command: str) -> list[str]:
+    """Return the words of a command line; ConfigError, which names the setting `field`, if its program is not found."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(field, command, f"cannot be split into words as a shell does: {error}") from error
+    if not words or shutil.which(words[0]) is None:
+        raise ConfigError(field, command, "its program is not found; give a path or a name on PATH")
+    return words
 
 
 def free_port() -> int:

@@ -5,7 +5,7 @@ import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, SupportsFloat, SupportsIndex
+from typing import Any, Literal, SupportsFloat, SupportsIndex
 
 from rollmill.tasks.errors import VerdictError, printable, user_error_text
 from rollmill.tasks.score.scorer import DropGroup, Dropped, Reward
@@ -71,14 +71,10 @@ def verdicts_from_result(given: object, n: int, *, by_group: bool) -> list[Score
         return [_verdict_from_result(given)]
     if isinstance(given, DropGroup):
         return [_verdict_from_result(Dropped(given.reason))] * n
-    # An array of numpy or torch, without an import of either.
-    if not isinstance(given, Sequence) and hasattr(given, "tolist"):
-        given = given.tolist()
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise VerdictError(f"expected DropGroup or {n} verdicts from a group's scorer, got {_show(given)}")
-    if len(given) != n:
-        raise VerdictError(f"expected {n} verdicts from a group's scorer, one a candidate, got {len(given)}")
-    return [_verdict_from_result(each) for each in given]
+    found = _sequence(f"DropGroup or {n} verdicts from a group's scorer", given)
+    if len(found) != n:
+        raise VerdictError(f"expected {n} verdicts from a group's scorer, one a candidate, got {len(found)}")
+    return [_verdict_from_result(each) for each in found]
 
 
 def _verdict_from_result(given: object) -> ScoreVerdict:
@@ -112,12 +108,17 @@ def _number(what: str, value: object) -> float:
     return number
 
 
-def _numbers(what: str, values: object) -> tuple[float, ...]:
+def _sequence(expected: str, given: object) -> Sequence[Any]:
     # An array of numpy or torch, without an import of either.
-    if not isinstance(values, Sequence) and hasattr(values, "tolist"):
-        values = values.tolist()
-    if not isinstance(values, Sequence) or isinstance(values, str):
-        raise VerdictError(f"expected a sequence of numbers as {what}, got {_show(values)}")
+    if not isinstance(given, Sequence) and hasattr(given, "tolist"):
+        given = given.tolist()
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise VerdictError(f"expected {expected}, got {_show(given)}")
+    return given
+
+
+def _numbers(what: str, given: object) -> tuple[float, ...]:
+    values = _sequence(f"a sequence of numbers as {what}", given)
     # One type is the usual case: thousands of tokens are checked at once.
     if all(type(each) is float for each in values) and all(map(math.isfinite, values)):
         return tuple(values)

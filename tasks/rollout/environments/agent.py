@@ -8,8 +8,6 @@ import asyncio
 import json
 import os
 import secrets
-import shlex
-import shutil
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, Protocol, Self
 from urllib.parse import urlsplit
@@ -17,7 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from rollmill.tasks.errors import ConfigError, EpisodeError
-from rollmill.tasks.processes.launched_process import LaunchedProcess
+from rollmill.tasks.processes.launched_process import LaunchedProcess, split_command
 from rollmill.tasks.processes.python_child import SAFE_PATH
 from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.rollout.environment import Episode, Example, Message, Split, WarmUp, make_environment
@@ -143,13 +141,7 @@ class AgentCommand:
     @classmethod
     def from_config(cls, config: RolloutConfig) -> Self:
         """Read the command; ConfigError if it cannot be parsed, or its program is not found."""
-        given = config.agent.command
-        try:
-            arguments = shlex.split(given)
-        except ValueError as error:
-            raise ConfigError(FIELD, given, f"cannot be split into words as a shell does: {error}") from error
-        if not arguments or shutil.which(arguments[0]) is None:
-            raise ConfigError(FIELD, given, "its program is not found; give a path or a name on PATH")
+        arguments = split_command(FIELD, config.agent.command)
         variables = select_user_variables(config.env_variables)
         # It would hide the modules beside a script of the agent.
         variables.pop(SAFE_PATH, None)

@@ -6,7 +6,6 @@ Each episode is a WebSocket connection with the messages of the OpenEnv project,
 import asyncio
 import json
 import shlex
-import shutil
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from aiohttp import (
 from pydantic import Field
 
 from rollmill.tasks.errors import ConfigError, EpisodeError
-from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
+from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port, split_command
 from rollmill.tasks.rollout.config import RolloutConfig
 from rollmill.tasks.rollout.environment import Conversation, Episode, Example, Message, Split
 from rollmill.tasks.rollout.tools import tool_calls
@@ -156,12 +155,7 @@ def check_url(url: str) -> None:
 
 def _check_command(command: str) -> None:
     field = f"{FIELD}.command"
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        raise ConfigError(field, command, f"cannot be split into words as a shell does: {error}") from error
-    if not words or shutil.which(words[0]) is None:
-        raise ConfigError(field, command, "its program is not found; give a path or a name on PATH")
+    split_command(field, command)
     if "{port}" not in command:
         raise ConfigError(field, command, "it must have {port} where the server's port is written")
 

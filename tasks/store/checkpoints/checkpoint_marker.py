@@ -9,6 +9,7 @@ import pyarrow as pa
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rollmill.tasks.config import describe_invalid
 from rollmill.tasks.errors import ShardError, StoreError
 from rollmill.tasks.store.filesystem import Files, open_files, read_text
 from rollmill.tasks.store.folders import CHECKPOINT_MARKER, RunFolder, checkpoint_key
@@ -83,9 +84,7 @@ def parse_marker(text: bytes, where: str) -> CheckpointMarker:
     try:
         marker = CheckpointMarker.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "the whole"
-        raise StoreError(f"{where} is damaged: {place}: {first['msg']}") from error
+        raise StoreError(f"{where} is damaged: {describe_invalid(error)}") from error
     if marker.format > 1 and (missing := {"run", "version", "n_updates", "files"} - marker.model_fields_set):
         raise StoreError(f"{where} is damaged: {min(missing)} is missing")
     return marker

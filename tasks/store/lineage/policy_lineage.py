@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from rollmill.tasks.config import describe_invalid
 from rollmill.tasks.errors import StoreError
 from rollmill.tasks.store.checkpoints.checkpoint_marker import StoredFile
 from rollmill.tasks.store.filesystem import open_files, read_text
@@ -121,9 +122,7 @@ def parse_lineage(text: bytes, where: str) -> Lineage:
     try:
         lineage = Lineage.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "the whole"
-        raise StoreError(f"{where} is damaged: {place}: {first['msg']}") from error
+        raise StoreError(f"{where} is damaged: {describe_invalid(error)}") from error
     # The hash of the content is in the text, so a changed byte makes another text, also one between two values.
     if lineage.to_bytes() != text:
         raise StoreError(f"{where} is damaged: its content is not what was written")

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from rollmill.tasks.config import describe_invalid
 from rollmill.tasks.errors import ConfigError, ManifestError, StoreError
 from rollmill.tasks.store.filesystem import Files, open_files, read_text
 from rollmill.tasks.store.folders import MANIFEST, RunFolder
@@ -133,10 +134,8 @@ def read_manifest(folder: RunFolder) -> Manifest:
     try:
         manifest = _ADAPTER.validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
         raise ManifestError(
-            f"{folder.path(MANIFEST)} is damaged: {place or 'the whole'}: {first['msg']}; restore it from a copy of the run"
+            f"{folder.path(MANIFEST)} is damaged: {describe_invalid(error)}; restore it from a copy of the run"
         ) from error
     if fault := describe_unread(manifest.schema_version):
         raise StoreError(f"{folder.path(MANIFEST)} has {fault}")

@@ -10,6 +10,7 @@ import polars as pl
 import pyarrow as pa
 from pydantic import BaseModel, ValidationError
 
+from rollmill.tasks.config import describe_invalid
 from rollmill.tasks.errors import ManifestError, ShardError
 from rollmill.tasks.store.filesystem import Files, open_files
 from rollmill.tasks.store.folders import MANIFEST, RunFolder
@@ -94,9 +95,9 @@ def _parse_settings(folder: RunFolder, where: str, config: Mapping[str, Any]) ->
     try:
         return RunSettings.model_validate(config)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join([where, *(str(part) for part in first["loc"])])
-        raise ManifestError(f"{folder.path(MANIFEST)} is damaged: {place}: {first['msg']}") from error
+        raise ManifestError(
+            f"{folder.path(MANIFEST)} is damaged: {describe_invalid(error, where)}"
+        ) from error
 
 
 ROLLOUT_COLUMNS = ("trajectory_id", "run", "group", "sample", "attempt", "status", "policy_version_first")
