@@ -1,6 +1,7 @@
 """The flow improve: new logs -> rollouts and scores -> training -> evaluation -> gate -> production; one cycle a call."""
 
 import asyncio
+from functools import partial
 from typing import Literal
 
 from prefect import flow
@@ -11,9 +12,10 @@ from rollmill.flows.failure import one_error
 from rollmill.flows.import_logs import import_logs
 from rollmill.flows.policies.improvement import Cycle, Improvement
 from rollmill.flows.policies.policy_gate import DEFAULT_ALIAS
-from rollmill.flows.prefect_integration.artifacts import show_table
+from rollmill.flows.prefect_integration.artifacts import show_page
 from rollmill.flows.prefect_integration.leftovers import mark_cancelled
 from rollmill.flows.prefect_integration.progress import say
+from rollmill.flows.prefect_integration.run_pages import table_page
 from rollmill.flows.promote import Margin, Share, ask_and_promote, gate, move_alias
 from rollmill.flows.retrain import retrain
 from rollmill.flows.run.folder import RunName, is_finished, run_folder
@@ -99,4 +101,4 @@ async def report_drift(improvement: Improvement) -> None:
     view = await asyncio.to_thread(make_drift_view, improvement.logs, ends)
     for line in view.notes:
         say(line)
-    await show_table(view, f"{improvement.name}-drift")
+    await show_page(f"{improvement.name}-drift", partial(table_page, view))

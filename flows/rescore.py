@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 from prefect import flow
 
@@ -16,11 +17,12 @@ from rollmill.flows.offline.unscored import (
     check_rescoring,
     describe_first_error,
 )
-from rollmill.flows.prefect_integration.artifacts import show_scores
+from rollmill.flows.prefect_integration.artifacts import show_page
 from rollmill.flows.prefect_integration.leftovers import mark_cancelled
 from rollmill.flows.prefect_integration.private_prefect import end_in_order
 from rollmill.flows.prefect_integration.progress import count_progress, quiet_task_runs, say
 from rollmill.flows.prefect_integration.recording import Recording
+from rollmill.flows.prefect_integration.run_pages import scores_page
 from rollmill.flows.prefect_integration.task_runs import TaskRunRecorder
 from rollmill.flows.run.folder import RunName, run_folder
 from rollmill.tasks.errors import FailedScoresError
@@ -51,7 +53,7 @@ async def rescore(run_name: RunName, config: RescoreSettings) -> str:
     with end_in_order(), one_error():
         async with open_rescoring(folder, config) as rescoring:
             await rescoring.finish()
-    await show_scores(folder)
+    await show_page(f"{folder.name}-scores", partial(scores_page, folder))
     return rescoring.scorer
 
 

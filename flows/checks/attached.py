@@ -16,7 +16,7 @@ from rollmill.tasks.serve.config import ServeConfig
 from rollmill.tasks.serve.http_connection import TRANSIENT_STATUSES, HttpConnection
 from rollmill.tasks.serve.vllm_client import PATIENCE
 from rollmill.tasks.serve.vllm_launch import API_KEY_ENV, LOGPROBS_MODE, PLUGIN_REMEDY, TRANSFER_BACKEND
-from rollmill.tasks.train.service.commands import TrainerHealth
+from rollmill.tasks.train.service.answers import TrainerHealth
 from rollmill.tasks.train.service.launch import TOKEN_ENV
 
 RETRY_INTERVAL_S = 0.5

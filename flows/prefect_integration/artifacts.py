@@ -18,8 +18,7 @@ from rollmill.flows.prefect_integration.background_requests import BackgroundReq
 from rollmill.flows.prefect_integration.flow_run import current_flow_run
 from rollmill.flows.prefect_integration.page_process import PageProcess, PageRequest
 from rollmill.flows.prefect_integration.progress import say
-from rollmill.flows.prefect_integration.run_pages import StepPage, scores_page, table_page
-from rollmill.tasks.look.tables.view import View
+from rollmill.flows.prefect_integration.run_pages import StepPage
 from rollmill.tasks.observe.config import ObserveConfig
 from rollmill.tasks.store.folders import RunFolder
 
@@ -171,21 +170,12 @@ def _request(part: Literal["around_time", "time"], page: StepPage) -> PageReques
     return PageRequest(part, page.folder.location, page.viewer, page.step, page.scorer)
 
 
-async def show_scores(folder: RunFolder) -> None:
-    """Create the page of a run's scores; a missing Prefect server is reported and not an error."""
-    await _show("the page of scores", f"{folder.name}-scores", partial(scores_page, folder))
-
-
-async def show_table(view: View, name: str) -> None:
-    """Create a page with a table, under a name; a missing Prefect server is reported and not an error."""
-    await _show(f"the page {name}", name, partial(table_page, view))
-
-
-async def _show(what: str, name: str, make: Callable[[], str]) -> None:
+async def show_page(name: str, make: Callable[[], str]) -> None:
+    """Create a page of Markdown, under a name; a missing Prefect server is reported and not an error."""
     try:
         await acreate_markdown_artifact(await asyncio.to_thread(make), key=_key(name))
     except PREFECT_ERRORS as error:
-        say(f"Prefect did not create {what}: {type(error).__name__}: {error}")
+        say(f"Prefect did not create the page {name}: {type(error).__name__}: {error}")
 
 
 def _key(name: str) -> str:

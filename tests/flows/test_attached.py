@@ -14,7 +14,7 @@ from rollmill.flows.checks.attached import check_attached
 from rollmill.flows.configuration.config import RunConfig
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.processes.launched_process import free_port
-from rollmill.tasks.train.service.commands import TrainerHealth
+from rollmill.tasks.train.service.answers import TrainerHealth
 from tests.stubs.toy_settings import validate_toy
 
 SETTINGS = {
