@@ -3,7 +3,9 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from itertools import groupby, takewhile
 from pathlib import Path
 from types import MappingProxyType
@@ -155,8 +157,24 @@ class ChatTokenizer:
 
     def encode_answer(self, answer: str, stop: Sequence[str] = ()) -> np.ndarray:
         """Return [T] int32 token ids of a policy's turn, with an end of sequence unless a stop text ends it."""
-        end = [] if answer.endswith(tuple(stop)) else [min(self.eos_ids)]
+        end = [] if answer.endswith(tuple(stop)) else [self._end_id]
         return np.append(self._ids(answer), np.array(end, np.int32)).astype(np.int32)
+
+    @cached_property
+    def _end_id(self) -> int:
+        """Id of the end of sequence that a policy's turn has: the chat template's, or the tokenizer's where it writes none.
+
+        Models declare several, also that of the base model, which no turn of a conversation ends with.
+        """
+        question, answer, following = (f"{PLACEHOLDER}{each}" for each in "abc")
+        turns = (Message("user", question), Message("assistant", answer), Message("user", following))
+        written = ""
+        if self.has_template:
+            with suppress(EpisodeError):
+                written = self._render(turns, ()).partition(answer)[2].partition(following)[0]
+        own = self._chat.eos_token_id if self._chat else None
+        known: list[int | None] = [*self._ids(written).tolist(), own]
+        return next((each for each in known if each is not None and each in self.eos_ids), min(self.eos_ids))
 
     def write_turn(self, before: Sequence[Message], said: Message, tools: Tools = ()) -> str:
         """Return what the policy wrote to say a message: its text, and its calls in the form of the chat template.

@@ -11,6 +11,7 @@ import numpy as np
 import polars as pl
 import pytest
 from model_families import save_byte_tokenizer
+from tokenizers import Tokenizer
 
 from rollmill.tasks.errors import ConfigError, EpisodeError
 from rollmill.tasks.rollout.chat_logs.log_files import read_logs
@@ -23,6 +24,9 @@ from rollmill.tasks.rollout.chat_logs.logged_trajectory import build_logged_traj
 from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
 
 ASKED = {"role": "user", "content": "What do figs cost?"}
+
+MARKED = "{% for each in messages %}{{ each.content }}<|im_start|>{% endfor %}"
+"""Ends each message with a mark that is not the tokenizer's own end of sequence."""
 
 
 def called_with(arguments: str) -> dict[str, Any]:
@@ -190,6 +194,30 @@ def test_the_tokens_are_those_that_the_policy_would_have_sampled(tokenizer: Chat
     placed = place_in_group(built, "run", 3, 1)
     assert (placed.work.trajectory_id, placed.work.group, placed.work.sample) == ("run.3.1.0", 3, 1)
     assert [message.content for message in placed.messages][-1] == "They cost 7."
+
+
+@pytest.mark.parametrize(
+    ("template", "end"), [(chat_templates.QWEN3, "<|im_end|>"), ("", "<|im_end|>"), (MARKED, "<|im_start|>")]
+)
+def test_of_several_ends_of_sequence_a_turn_has_that_of_the_chat_template(
+    tmp_path: Path, template: str, end: str
+) -> None:
+    folder = save_byte_tokenizer(tmp_path / "model")
+    if template:
+        (folder / "chat_template.jinja").write_text(template)
+    known = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = [known.token_to_id(each) for each in ("<|im_end|>", "<|im_start|>", "<|endoftext|>")]
+    # As published models declare them, that of base models among them.
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    said = [ASKED, ANSWERED, ASKED, ANSWERED]
+    logged = parse_conversation({"messages": said}, "log:1")
+    assert logged is not None
+    tokenizer = ChatTokenizer.load(folder)
+    built = build_logged_trajectory(logged, tokenizer=tokenizer, stop=(), temperature=1.0)
+    text = "".join(tokenizer.pieces(built.token_ids.tolist()))
+    assert text.count("They cost 7." + end) == 2
+    assert "<|endoftext|>" not in text
+    assert end * 2 not in text
 
 
 def test_an_answer_that_was_cut_has_no_end(tokenizer: ChatTokenizer) -> None:
