@@ -67,7 +67,7 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
     values = copy.deepcopy(values)
     # A run stores its environments as a list; an override names one.
     entries = values.get("environments")
-    if isinstance(entries, list) and all(isinstance(each, dict) and "name" in each for each in entries):
+    if isinstance(entries, list) and _have_names(entries):
         values["environments"] = {each.pop("name"): each for each in entries}
     known = values.get("environments")
     names = list(known) if isinstance(known, dict) else []
@@ -82,6 +82,12 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
 def scorer_overrides(scorer: str) -> tuple[str, ...]:
     """Return the overrides that the option `--scorer` means; it replaces a weighted sum, too. Later overrides change it."""
     return (f"score.scorer={scorer}", "score.sum=[]") if scorer else ()
+
+
+def _have_names(entries: Sequence[object]) -> bool:
+    """Return True if all entries have names, each another one; the others are refused when they are read."""
+    names = [each.get("name") if isinstance(each, dict) else None for each in entries]
+    return all(isinstance(each, str) for each in names) and len(set(names)) == len(names)
 
 
 def _check_new_environment(name: str, entry: object, known: Sequence[str]) -> None:
@@ -249,6 +255,11 @@ def parse_value(text: str) -> Any:
         value = parse_yaml(text) if text else ""
     except ValueError as error:
         raise ConfigError("--set", text, f"the value is not YAML: {error}") from error
+    if str(value).count("#") < text.count("#"):
+        remedy = (
+            "YAML reads what follows # as a comment: quote the text within the value too, as KEY='\"a #1\"'"
+        )
+        raise ConfigError("--set", text, remedy)
     if isinstance(value, str):
         try:
             return float(value)

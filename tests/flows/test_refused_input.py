@@ -8,7 +8,7 @@ import pytest
 
 from rollmill.flows.checks.machine_needs import check_address, check_store
 from rollmill.flows.configuration.presets import parse_yaml
-from rollmill.flows.configuration.settings import load
+from rollmill.flows.configuration.settings import load, parse_value
 from rollmill.flows.run.folder import run_folder
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.store.run.run_search import find_run
@@ -49,6 +49,14 @@ def test_yaml_that_is_wrong_or_read_otherwise_is_refused_in_one_line(
         load(str(preset))
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("value", ["/data/run #1", "Rule #1 counts.", "[a, b] # two", "'a' #b"])
+def test_a_value_that_yaml_would_cut_at_a_comment_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="as a comment"):
+        load("quickstart", (f"score.judge.rubric={value}",))
+    assert parse_value("'run #1'") == "run #1"
+    assert parse_value("a#b") == "a#b"
 
 
 def test_ordinary_yaml_is_read_as_before() -> None:
