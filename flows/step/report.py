@@ -97,13 +97,13 @@ def _measure_rows(
     rollouts: pl.DataFrame, groups: pl.DataFrame, refills: Sequence[int], env: str
 ) -> Iterator[Metric]:
     """Yield the metrics of some rollouts and groups of a step under the label `env`."""
-    rewards, reasons = groups["reward_mean"].drop_nans(), groups["reason"]
+    rewards, trained = groups["reward_mean"].drop_nans(), groups.filter(pl.col("reason") == "")
     measured = {
         "rollout/reward": float(np.mean(rewards.to_numpy())) if len(rewards) else math.nan,
         "rollout/tokens": float(rollouts["n_completion_tokens"].sum()),
         "rollout/failed": float((rollouts["status"] == "failed").sum()),
         "rollout/groups": float(groups["group"].n_unique()),
-        "rollout/groups_trained": float((reasons == "").sum()),
+        "rollout/groups_trained": float(trained["group"].n_unique()),
         "rollout/refill_groups": float(rollouts.filter(pl.col("group").is_in(refills))["group"].n_unique()),
         "rollout/refill_trajectories": float(rollouts["group"].is_in(refills).sum()),
     }

@@ -1,13 +1,16 @@
 """Several environments in one run: their settings, shares, rows, metrics and evaluations."""
 
 import asyncio
+import json
 import logging
+import re
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 from planned_run import GROUP_SIZE, PlannedSampler, PlannedScoring, open_planned_run, read_stored
 from prefect.logging import disable_run_logger
@@ -24,7 +27,7 @@ from rollmill.flows.run.live_run import Run
 from rollmill.flows.run.run_sinks import evaluation_points
 from rollmill.flows.step.held_out import evaluate_prompts, is_evaluated, plan_held_out
 from rollmill.flows.step.lost_trajectories import FailureWatch
-from rollmill.flows.step.report import _measure
+from rollmill.flows.step.report import _measure, _measure_rows
 from rollmill.flows.step.step_collection import collect_step
 from rollmill.flows.step.step_groups import store_batch
 from rollmill.tasks.errors import ConfigError
@@ -104,6 +107,20 @@ def test_a_scorer_of_an_environment_takes_the_place_of_the_runs_sum() -> None:
 def test_a_wrong_environment_is_refused_by_the_name_of_its_setting(override: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         mixed(override)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"), [(("a", "a"), "a is given twice"), ((["a"],), r"environments\..*name = \['a'\]")]
+)
+def test_names_in_a_presets_list_of_environments_are_checked(
+    tmp_path: Path, names: tuple[object, ...], said: str
+) -> None:
+    preset = tmp_path / "two.yaml"
+    preset.write_text(json.dumps({"model": "m", "environments": [{"name": each} for each in names]}))
+    for overrides in ((), ("environments.a.weight=2",)):
+        with pytest.raises(ConfigError) as refused:
+            load(str(preset), overrides)
+        assert re.search(said, str(refused.value)) or overrides
 
 
 def test_sampling_of_any_environment_must_be_corrected_for() -> None:
@@ -229,6 +246,17 @@ async def test_a_step_that_ends_anywhere_resumes_with_the_same_shares(
     assert len(ids) == len(set(ids)) == 13 * GROUP_SIZE
     problems = Counter((row["env"], row["example_id"]) for row in rows)
     assert set(problems.values()) == {GROUP_SIZE}
+
+
+def test_a_group_that_its_scorer_splits_is_one_trained_group() -> None:
+    groups = pl.DataFrame(
+        {"group": [4, 4, 5], "reward_mean": [0.5, 1.0, 0.0], "reason": ["", "", "not_whole"]}
+    )
+    rollouts = pl.DataFrame(
+        {"group": [4, 5], "n_completion_tokens": [1, 1], "status": ["complete", "failed"]}
+    )
+    found = {each.name: each.value for each in _measure_rows(rollouts, groups, [], "all")}
+    assert (found["rollout/groups"], found["rollout/groups_trained"]) == (2.0, 1.0)
 
 
 async def test_environments_with_other_states_are_verified(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import pytest
 import rollmill as api
 from rollmill.tasks.errors import ConfigError, SchemaError
 from rollmill.tasks.look.tables.run_frames import VIEWS, RunFrames
+from rollmill.tasks.look.tables.trajectory_record import find_trajectory
 from rollmill.tasks.store.attempts import last_attempts
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import RunFolder, partition_folder
@@ -97,6 +98,30 @@ def test_the_reason_of_a_group_is_that_of_the_scorer_which_trains(
     assert {name: row["group_reason"] for name, row in other.items()} == {
         name: row["group_reason"] for name, row in trained.items()
     }
+
+
+def test_a_trajectory_without_a_score_has_a_reason_though_its_group_is_split_from_1_on(
+    small_run: RunFolder, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "split")
+    shutil.copytree(small_run.local, folder.local)
+    for dataset, outer in {"groups": {}, "scores": {"scorer": "addition@1"}}.items():
+        rows = read(folder, dataset, step=1, **outer)
+        own = [
+            row | {"subgroup": 1 if row.get("status", "scored") == "scored" else 0}
+            for row in rows.to_pylist()
+        ]
+        made = pa.RecordBatch.from_pylist(own, schema=rows.schema)
+        place = partition_folder(dataset, {**outer, "step": 1})
+        shutil.rmtree(folder.local / place)
+        write = partial(write_shard, name=ShardName(2, 0), dataset=dataset, appended=[made])
+        open_files(folder).publish(place, write)
+    of_step = RunFrames([folder]).trajectories.filter(pl.col("step") == 1).collect()
+    lost = of_step.filter(pl.col("reward").is_null())
+    assert len(lost)
+    assert of_step["group_reason"].null_count() == 0
+    for name in lost["trajectory_id"]:
+        assert find_trajectory(folder, name).group["subgroup"] == 1
 
 
 def test_without_a_scorer_the_rewards_are_those_that_the_run_trains_on(small_run: RunFolder) -> None:

@@ -88,7 +88,7 @@ def _find_trained_scorer(folder: RunFolder, chosen: str | None) -> str | None:
 
 
 def _join(rollouts: pl.LazyFrame, others: Mapping[str, pl.LazyFrame]) -> pl.DataFrame:
-    """Join rollouts, last attempts only, with what `_scan_joined` gives; a trajectory without a score is of subgroup 0."""
+    """Join rollouts, last attempts only, with what `_scan_joined` gives; one without a score is of its group's first subgroup."""
     # Joins of one piece a column are quicker than of one piece a shard.
     found, *tables = (each.rechunk() for each in pl.collect_all([rollouts, *others.values()]))
     rows = dict(zip(others, tables, strict=True))
@@ -100,7 +100,12 @@ def _join(rollouts: pl.LazyFrame, others: Mapping[str, pl.LazyFrame]) -> pl.Data
             found = found.join(rows[name], on="trajectory_id", how="left", maintain_order="left")
     if "groups" in rows:
         of_row = pl.col("_subgroup" if "subgroups" in rows else "subgroup").fill_null(0).alias("_subgroup")
-        found = found.with_columns(of_row).join(
+        found = found.with_columns(of_row)
+        if rows["groups"]["subgroup"].max():
+            first = rows["groups"].group_by("group").agg(pl.col("subgroup").min().alias("_first"))
+            found = found.join(first, on="group", how="left", maintain_order="left")
+            found = found.with_columns(pl.max_horizontal("_subgroup", "_first").alias("_subgroup"))
+        found = found.join(
             rows["groups"],
             left_on=["group", "_subgroup"],
             right_on=["group", "subgroup"],

@@ -122,8 +122,9 @@ def _find_sampled(folder: RunFolder, short: str, step: int, is_it: pl.Expr) -> T
     batch = trained.filter(of_it).collect().to_dicts()
     # A group whose trajectories are scored in parts has a row of each; the run's own scorer decides which.
     subgroup = scores[0]["subgroup"] if scores else 0
-    of_group = (pl.col("group") == row["group"]) & (pl.col("subgroup") == subgroup)
-    group = scan(folder, "groups", step=step).filter(of_group).collect().to_dicts()
+    of_group = scan(folder, "groups", step=step).filter(pl.col("group") == row["group"])
+    # One that has no score is of no part: then the first.
+    group = of_group.sort(pl.col("subgroup") != subgroup, "subgroup").collect().to_dicts()
     annotated = scan(folder, "annotations", ["trajectory_id", *ANNOTATED], step=step).filter(of_it).collect()
     annotations = annotated.drop("trajectory_id").to_dicts()
     return TrajectoryRecord(
