@@ -1,5 +1,6 @@
 """The panel "Project" of `rollmill --help`: commands that write files of a project, and make its second environment."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,7 @@ def init(
 
     for file in write_project(folder):
         typer.echo(f"wrote {file}")
-    enter = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
+    enter = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
     typer.echo(f"Next: {enter}rollmill setup && rollmill run {PRESET}")
 
 

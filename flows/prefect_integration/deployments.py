@@ -103,9 +103,10 @@ def _place_deployment(
     """Return a deployment in the work pool `place`, with the overrides in its build steps; its work queue stays the same."""
     steps = [
         {name: _step(arguments, place, overrides) for name, arguments in step.items()}
-        for step in deployment["build"]
+        for step in deployment.get("build") or ()
     ]
-    work_pool = dict(place) | {"work_queue_name": deployment["work_pool"]["work_queue_name"]}
+    own = deployment.get("work_pool") or {}
+    work_pool = dict(place) | {name: own[name] for name in ("work_queue_name",) if name in own}
     return deployment | {"build": steps, "work_pool": work_pool}
 
 
@@ -125,10 +126,25 @@ def _read_document() -> dict[str, Any]:
             )
             raise ConfigError("folder", str(Path.cwd()), remedy)
     try:
-        document: dict[str, Any] = yaml.safe_load(FILE.read_text())
+        document: Any = yaml.safe_load(FILE.read_text())
     except yaml.YAMLError as error:
         raise ConfigError("prefect.yaml", str(FILE.absolute()), f"it is not YAML: {error}") from error
-    return document
+    if not _is_shipped(document):
+        remedy = (
+            "it lacks definitions.pools or the list deployments: add them, as in the file that `rollmill init` writes, or deploy it "
+            "with `prefect deploy`"
+        )
+        raise ConfigError("prefect.yaml", str(FILE.absolute()), remedy)
+    shipped: dict[str, Any] = document
+    return shipped
+
+
+def _is_shipped(document: object) -> bool:
+    """Return True if a prefect.yaml has work pools and deployments in the form of that of Rollmill."""
+    definitions = document.get("definitions") if isinstance(document, dict) else None
+    if not isinstance(document, dict) or not isinstance(definitions, dict):
+        return False
+    return isinstance(definitions.get("pools"), dict) and isinstance(document.get("deployments"), list)
 
 
 def _flow_name(deployment: Mapping[str, Any]) -> str:

@@ -145,6 +145,17 @@ def test_deploying_outside_of_a_checkout_is_an_error_with_its_remedy(
     (tmp_path / "prefect.yaml").write_text("a: [")
     (tmp_path / "conf").mkdir()
     assert "it is not YAML" in read_refusal(capsys, monkeypatch, "deploy")
+    for foreign in ("", "[]", "deployments: []", "definitions: {pools: {}}\ndeployments: 3"):
+        (tmp_path / "prefect.yaml").write_text(foreign)
+        assert "it lacks definitions.pools" in read_refusal(capsys, monkeypatch, "deploy")
+
+
+def test_a_deployment_of_another_flow_without_build_steps_is_placed_too() -> None:
+    own = {"name": "mine", "entrypoint": "mine.py:mine", "parameters": {}}
+    document = DOCUMENT | {"deployments": [own, own | {"build": None, "work_pool": {"name": "other"}}]}
+    placed = render_deployments(document, "process")["deployments"]
+    assert [each["work_pool"]["name"] for each in placed] == ["rollmill", "rollmill"]
+    assert [each["build"] for each in placed] == [[], []]
 
 
 @pytest.mark.parametrize("words", [["deploy"], ["run", "quickstart", "--deployment"]])

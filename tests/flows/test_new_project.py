@@ -1,5 +1,6 @@
 """`rollmill init` writes a project that runs outside of a checkout, and `rollmill new` user code with a test that passes."""
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rollmill.flows.commands.project_commands import init
 from rollmill.flows.configuration.settings import load
 from rollmill.flows.prefect_integration.deployments import FILE, render_deployments
 from rollmill.flows.project.new_files import import_path, write_code, write_project
@@ -96,6 +98,14 @@ def test_the_deployments_of_a_project_are_placed_and_run_as_those_of_the_checkou
     known = {each["entrypoint"] for each in ours["deployments"]}
     assert [each["name"] for each in deployments] == ["mine", "mine"]
     assert {each["entrypoint"] for each in deployments} <= known
+
+
+def test_the_next_commands_enter_a_folder_whose_name_has_a_space(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    init(tmp_path / "my project")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert shlex.split(last)[1:4] == ["cd", str(tmp_path / "my project"), "&&"]
 
 
 def test_existing_files_are_not_overwritten_and_nothing_is_written(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from mcp.types import ToolAnnotations
 
 from rollmill.tasks.errors import RollmillError, mask_credentials
 from rollmill.tasks.look.ledger.run_ledger import read_ledger
+from rollmill.tasks.look.tables.cost_view import select_costs_view
 from rollmill.tasks.look.tables.ledger_tables import ledger_values
 from rollmill.tasks.look.tables.run_frames import RunFrames
 from rollmill.tasks.look.tables.run_list import make_runs_view
@@ -51,11 +52,11 @@ class RunTools:
         sort: str = "",
         limit: int = 50,
     ) -> dict[str, Any]:
-        """Show steps, groups or trajectories of a run, filtered and sorted.
+        """Show steps, groups, trajectories or costs of a run, filtered and sorted.
 
         Args:
             run: name or folder.
-            rows: steps, groups or trajectories; by default what the other arguments imply.
+            rows: steps, groups, trajectories or costs; by default what the other arguments imply.
             step: "3" or "3:7"; with evaluations, policy versions.
             group: only this group.
             status: complete, truncated, failed, cancelled, unscored; for groups trained, or the reason why not.
@@ -74,7 +75,8 @@ class RunTools:
             sort=sort,
             limit=max(1, min(limit, MAX_ROWS)),
         )
-        return _plain(select_view(self._find(run), selection).values)
+        select = select_costs_view if selection.resolved_level == "costs" else select_view
+        return _plain(select(self._find(run), selection).values)
 
     def read_trajectory(self, run: str, trajectory: str) -> dict[str, Any]:
         """Read one trajectory: its messages, reward and components, error, versions and durations."""
