@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import pytest
@@ -15,11 +16,12 @@ from huggingface_hub import ModelCard
 
 from rollmill.flows import cli
 from rollmill.tasks.store.filesystem import open_files
-from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.folders import RunFolder, partition_folder
 from rollmill.tasks.store.lineage.lineage_trace import LineageReport, trace_policy
 from rollmill.tasks.store.lineage.lineage_writer import write_lineage
 from rollmill.tasks.store.lineage.policy_lineage import read_lineage
-from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.logprob_rows import make_logprob_rows
+from rollmill.tasks.store.reader import read, read_trajectories
 from rollmill.tasks.store.rows import rows_from_table
 from rollmill.tasks.store.run.manifest import TrainingSource, read_manifest, write_manifest
 from rollmill.tasks.store.shards.shard import write_shard
@@ -207,6 +209,83 @@ def test_retrained_and_continued_policies_lead_to_the_rows_of_their_sources(
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     assert sorted(places(trace_policy(second))) == sorted([str(weights), str(path)])
+
+
+def annotate(source: RunFolder, teacher: str, model: str) -> None:
+    """Store log-probabilities by a teacher of the trajectories of a run's batches, as the flow annotate does."""
+    for step in range(VERSION):
+        ids = read(source, "batches", step=step)["trajectory_id"].to_pylist()
+        lengths = read_trajectories(source, step, ids, ["token_ids"])["token_ids"].to_pylist()
+        logprobs = [np.full(len(tokens), -1.5, np.float32) for tokens in lengths]
+        rows = make_logprob_rows(read_manifest(source).run, step, [model] * len(ids), ids, logprobs)
+        write = partial(write_shard, name=ShardName(1, 950), dataset="logprobs", appended=[rows])
+        open_files(source).publish(partition_folder("logprobs", {"policy": teacher, "step": step}), write)
+
+
+@pytest.fixture
+def distilled(run: RunFolder, small_run: RunFolder, tmp_path: Path) -> RunFolder:
+    """A run that trains on rollouts of `run` and on their log-probabilities by the teacher `old` alone."""
+    folder = RunFolder(tmp_path / "runs" / "distilled")
+    shutil.copytree(small_run.local, folder.local)
+    retrain(folder, run)
+    annotate(run, "old", "pol-a@0f3c")
+    manifest = read_manifest(folder)
+    kl = {**manifest.config["train"]["kl"], "reference": "stored", "teacher": "old"}
+    changed = replace(
+        manifest,
+        run="distilled",
+        sources=(TrainingSource(manifest.run, run.absolute),),
+        config=manifest.config | {"train": manifest.config["train"] | {"kl": kl}},
+    )
+    write_manifest(open_files(folder), changed, manifest)
+    return folder
+
+
+def test_a_distilled_policy_leads_to_its_teacher_and_to_the_log_probabilities_that_it_was_trained_on(
+    run: RunFolder, distilled: RunFolder, model: Path, rollmill: Command
+) -> None:
+    policy = export(distilled, model)
+    taught = [each.teacher for each in read_lineage(policy).steps]
+    assert [(each.name, each.models) for each in taught if each] == [("old", ("pol-a@0f3c",))] * VERSION
+    assert "| teacher | `old (pol-a@0f3c)` |" in (policy.local / "README.md").read_text()
+    assert trace_policy(policy).findings == []
+    assert "taught by old (pol-a@0f3c)" in rollmill("lineage", policy.location)
+
+    (path,) = run.local.glob("logprobs/policy=old/step=000001/*.arrow")
+    before = path.read_bytes()
+    path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    assert places(trace_policy(policy)) == [str(path)]
+
+    # A whole shard with other values, and none.
+    shutil.rmtree(path.parent)
+    assert places(trace_policy(policy)) == [distilled.dataset("batches", step=1)]
+    annotate(run, "old", "pol-b@77aa")
+    assert places(trace_policy(policy)) == [
+        distilled.dataset("batches", step=step) for step in range(VERSION)
+    ]
+
+
+def test_a_lineage_without_teachers_of_an_older_rollmill_is_read_and_their_shards_are_checked(
+    run: RunFolder, distilled: RunFolder, model: Path
+) -> None:
+    policy = export(distilled, model)
+    known = read_lineage(policy)
+    older = known.model_copy(
+        update={"steps": tuple(each.model_copy(update={"teacher": None}) for each in known.steps)}
+    )
+    assert all("teacher" not in step for step in json.loads(older.to_bytes())["steps"])
+    (policy.local / "lineage.json").write_bytes(older.to_bytes())
+    assert trace_policy(policy).findings == []
+    (path,) = run.local.glob("logprobs/policy=old/step=000000/*.arrow")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert places(trace_policy(policy)) == [str(path)]
+    # The next policy of the run has them.
+    path.unlink()
+    shutil.rmtree(run.local / "logprobs")
+    annotate(run, "old", "pol-a@0f3c")
+    shutil.copytree(policy.local, distilled.policy(2))
+    shutil.rmtree(policy.local)
+    assert all(each.teacher for each in read_lineage(export(distilled, model)).steps)
 
 
 def test_a_run_that_was_moved_with_its_policies_is_found_and_one_that_is_gone_is_named(

@@ -30,6 +30,7 @@ def make_lineage_view(policy: str, report: LineageReport, limit: int = 0) -> Vie
     )
     notes = [
         f"{each.location}: version {each.version} of run {each.run} in {each.folder}, digest {each.digest}"
+        + (f", taught by {', '.join(each.teachers)}" if each.teachers else "")
         for each in report.policies
     ]
     values = {"policy": policy, "ok": not report.findings, **asdict(report)}

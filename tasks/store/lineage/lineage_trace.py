@@ -14,9 +14,10 @@ from rollmill.tasks.store.lineage.policy_lineage import (
     StepRecord,
     read_lineage,
 )
+from rollmill.tasks.store.lineage.teacher_rows import find_teacher, read_teacher
 from rollmill.tasks.store.lineage.trained_rows import TrainedRow, combine_digests, read_trained_rows
 from rollmill.tasks.store.reader import read
-from rollmill.tasks.store.run.manifest import TrainingSource, describe_misplaced
+from rollmill.tasks.store.run.manifest import TrainingSource, describe_misplaced, read_manifest
 from rollmill.tasks.store.stored_batch import batch_digest
 from rollmill.tasks.store.verify.run_verification import find_damage
 from rollmill.tasks.store.verify.run_views import RESTORE, Finding, RunView, ShardView
@@ -26,13 +27,14 @@ _EXPORT = "export the policy again, or restore the file from a copy"
 
 @dataclass(frozen=True, slots=True)
 class TracedPolicy:
-    """A policy on the way: its folder, its digest (SHA-256), and the run and version that it is."""
+    """A policy on the way: its folder, its digest (SHA-256), the run and version that it is, and its teachers: NAME (MODEL)."""
 
     location: str
     digest: str
     run: str
     folder: str
     version: int
+    teachers: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -121,16 +123,26 @@ class _Trace:
         """Add a policy, its wrong files, and the rows and faults of each step of the run that trained it."""
         run = locate_run(policy, lineage)
         self.report.policies.append(
-            TracedPolicy(policy.location, lineage.digest, lineage.run, run.location, lineage.version)
+            TracedPolicy(
+                policy.location,
+                lineage.digest,
+                lineage.run,
+                run.location,
+                lineage.version,
+                lineage.teachers,
+            )
         )
         self.report.findings += find_wrong_policy_files(policy, lineage)
         if wrong := _find_misplaced(run, lineage.run):
             self.report.findings.append(wrong)
             return
+        manifest = read_manifest(run)
         for record in lineage.steps:
-            self._follow_step(run, record)
+            # A lineage.json of an older Rollmill has no teachers.
+            teacher = record.teacher.name if record.teacher else find_teacher(manifest, record.step)
+            self._follow_step(run, record, teacher)
 
-    def _follow_step(self, run: RunFolder, record: StepRecord) -> None:
+    def _follow_step(self, run: RunFolder, record: StepRecord, teacher: str) -> None:
         where = run.dataset("batches", step=record.step)
         try:
             self._check_shards(run, "batches", {"step": record.step})
@@ -141,19 +153,27 @@ class _Trace:
                 folder = RunFolder(source) if source else run
                 self._check_shards(folder, "rollouts", {"step": step})
                 self._check_shards(folder, "scores", {"scorer": scorer, "step": step})
+                if teacher:
+                    self._check_shards(folder, "logprobs", {"policy": teacher, "step": step})
             rows = read_trained_rows(run, batch)
+            self.report.rows += rows
+            taught = read_teacher(run, batch, teacher) if teacher else None
         except StoreError as error:
             # Damage of a shard is a finding already.
             if not any(each.where in str(error) for each in self.report.findings):
                 self.add(where, str(error))
             return
-        self.report.rows += rows
         if record.error:
             self.add(where, f"it could not be read at the export: {record.error}", _EXPORT)
         elif (found := batch_digest(batch)) != record.batch:
             self.add(where, f"it is batch {found[:16]}..., the policy was trained on {record.batch[:16]}...")
         elif combine_digests(rows) != record.rows:
             self.add(where, "rollouts or scores of its rows are not those that the policy was trained on")
+        elif record.teacher and taught != record.teacher:
+            self.add(
+                where,
+                f"the log-probabilities by {record.teacher.name} are not those that the policy was trained on",
+            )
 
     def _check_shards(self, run: RunFolder, dataset: str, partition: Partition) -> None:
         """Check every byte of the shards of a partition; StoreError if there is no such run."""

@@ -20,6 +20,7 @@ from rollmill.tasks.store.lineage.policy_lineage import (
     StepRecord,
     read_lineage,
 )
+from rollmill.tasks.store.lineage.teacher_rows import find_teacher, read_teacher
 from rollmill.tasks.store.lineage.trained_rows import combine_digests, read_trained_rows
 from rollmill.tasks.store.model_folders import is_hub_name
 from rollmill.tasks.store.reader import read
@@ -49,8 +50,13 @@ def write_lineage(policy: Path, run: RunFolder, version: int, model: Path) -> No
     """
     manifest = read_manifest(run)
     before = _find_earlier(run, manifest.run, version)
-    known = {each.step: each for each in (before.steps if before else ()) if not each.error}
-    steps = tuple(known.get(step) or record_step(run, step) for step in range(version))
+    teachers = {step: find_teacher(manifest, step) for step in range(version)}
+    known = {
+        each.step: each
+        for each in (before.steps if before else ())
+        if not each.error and bool(each.teacher) == bool(teachers.get(each.step))
+    }
+    steps = tuple(known.get(step) or record_step(run, step, teachers[step]) for step in range(version))
     paths = {path.relative_to(policy).as_posix(): path for path in sorted(policy.rglob("*"))}
     files = {
         name: describe_file(path)
@@ -82,16 +88,22 @@ def write_lineage(policy: Path, run: RunFolder, version: int, model: Path) -> No
     (policy / LINEAGE).write_bytes(lineage.to_bytes())
 
 
-def record_step(run: RunFolder, step: int) -> StepRecord:
-    """Read the batch of a step and the rows that it was made of, and compute their digests."""
+def record_step(run: RunFolder, step: int, teacher: str = "") -> StepRecord:
+    """Read the batch of a step, the rows that it was made of, and a teacher's log-probabilities; compute their digests."""
     try:
         batch = read(run, "batches", step=step)
         rows = read_trained_rows(run, batch)
+        taught = read_teacher(run, batch, teacher) if teacher else None
     except (RollmillError, OSError) as error:
         return StepRecord(step=step, error=error_text(error))
     scorers = tuple(sorted({row.scorer for row in rows}))
     return StepRecord(
-        step=step, n_rows=len(rows), batch=batch_digest(batch), rows=combine_digests(rows), scorers=scorers
+        step=step,
+        n_rows=len(rows),
+        batch=batch_digest(batch),
+        rows=combine_digests(rows),
+        scorers=scorers,
+        teacher=taught,
     )
 
 
@@ -168,6 +180,7 @@ def format_card(lineage: Lineage) -> str:
         "trained on": f"{n_rows} trajectories in {len(lineage.steps)} steps",
         "rollouts of": ", ".join([*own, *(f"`{each.folder}`" for each in lineage.sources)]),
         "forked from": ", ".join(f"`{each.folder}` at step {each.step}" for each in lineage.origins),
+        "teacher": ", ".join(f"`{each}`" for each in lineage.teachers),
         "scorers": ", ".join(f"`{each}`" for each in lineage.scorers),
         "data": "; ".join(
             f"{each.env}: `{each.source}`, licence {each.license or 'not stated'}" for each in lineage.data

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollmill.tasks.config import describe_invalid
 from rollmill.tasks.errors import StoreError
@@ -23,6 +23,20 @@ class _LineageModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants")
 
 
+class TeacherRecord(_LineageModel):
+    """A teacher whose stored log-probabilities a step was trained on.
+
+    Attributes:
+        name: under which they are stored.
+        models: NAME@DIGEST of the model that computed them, the digest of its weights; several if its folder was renamed.
+        logprobs: SHA-256 over those of each trajectory of the batch; see `read_teacher`.
+    """
+
+    name: str
+    models: tuple[str, ...]
+    logprobs: str
+
+
 class StepRecord(_LineageModel):
     """What a step was trained on.
 
@@ -32,6 +46,7 @@ class StepRecord(_LineageModel):
         rows: SHA-256 over rollout and score of each trajectory; see `combine_digests`.
         scorers: NAME@VERSION of the scorers of their rewards.
         error: why batch or rows could not be read when the policy was exported; empty if they could.
+        teacher: None without a teacher whose log-probabilities are stored; then lineage.json has no such field.
     """
 
     step: int
@@ -40,6 +55,7 @@ class StepRecord(_LineageModel):
     rows: str = ""
     scorers: tuple[str, ...] = ()
     error: str = ""
+    teacher: TeacherRecord | None = Field(None, exclude_if=lambda value: value is None)
 
 
 class RunRecord(_LineageModel):
@@ -101,6 +117,12 @@ class Lineage(_LineageModel):
     git_commit: str
     steps: tuple[StepRecord, ...]
     files: dict[str, StoredFile]
+
+    @property
+    def teachers(self) -> tuple[str, ...]:
+        """The teachers of its steps as "NAME (MODEL)", in the order in which they taught."""
+        taught = (step.teacher for step in self.steps)
+        return tuple(dict.fromkeys(f"{each.name} ({', '.join(each.models)})" for each in taught if each))
 
     @property
     def digest(self) -> str:

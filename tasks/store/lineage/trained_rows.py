@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollmill.tasks.errors import ShardError
-from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.folders import PartitionValue, RunFolder
 from rollmill.tasks.store.reader import read_chosen, read_trajectories
 from rollmill.tasks.store.rows import name_first
 
@@ -71,7 +71,7 @@ def read_trained_rows(run: RunFolder, batch: pa.Table) -> list[TrainedRow]:
         folder = RunFolder(source) if source else run
         ids = [trained[place]["trajectory_id"] for place in at]
         rollouts = read_trajectories(folder, step, ids, ROLLOUT_COLUMNS)
-        scores = _read_scores(folder, scorer, step, ids)
+        scores = read_matching(folder, "scores", ids, _SCORE_COLUMNS, scorer=scorer, step=step)
         keys = rollouts.select(["run", "step", "group", "sample"]).to_pylist()
         for place, key, digest in zip(at, keys, digest_rows(rollouts, scores), strict=True):
             row = trained[place]
@@ -87,14 +87,19 @@ def combine_digests(rows: Iterable[TrainedRow]) -> str:
     return hashlib.sha256("".join(row.digest for row in rows).encode()).hexdigest()
 
 
-def _read_scores(folder: RunFolder, scorer: str, step: int, ids: Sequence[str]) -> pa.Table:
-    """Read the score of each trajectory by one scorer, in the order of `ids`; ShardError names those that are missing."""
-    stored = read_chosen(folder, "scores", ids, _SCORE_COLUMNS, scorer=scorer, step=step)
+def read_matching(
+    folder: RunFolder, dataset: str, ids: Sequence[str], columns: Sequence[str], **partition: PartitionValue
+) -> pa.Table:
+    """Read the row of each trajectory in a partition, in the order of `ids`; ShardError names those that are missing.
+
+    `columns` has trajectory_id.
+    """
+    stored = read_chosen(folder, dataset, ids, columns, (0, 1), **partition)
     places = pc.index_in(pa.array(ids, pa.string()), value_set=stored["trajectory_id"])
     if places.null_count:
         missing = [name for name, place in zip(ids, places.to_pylist(), strict=True) if place is None]
-        where = folder.dataset("scores", scorer=scorer, step=step)
-        raise ShardError(f"{where} lacks the scores of {len(missing)} trajectories: {name_first(missing)}")
+        where = folder.dataset(dataset, **partition)
+        raise ShardError(f"{where} lacks the {dataset} of {len(missing)} trajectories: {name_first(missing)}")
     return stored.take(places)
 
 
@@ -106,7 +111,7 @@ def digest_rows(rollouts: pa.Table, others: pa.Table) -> list[str]:
         others: rows of the same trajectories in the same order.
     """
     facts = rollouts.select([name for name in ROLLOUT_COLUMNS if name not in _TOKEN_COLUMNS]).to_pylist()
-    tokens = [_split_lists(rollouts[name], kind) for name, kind in _TOKEN_COLUMNS.items()]
+    tokens = [split_lists(rollouts[name], kind) for name, kind in _TOKEN_COLUMNS.items()]
     digests = []
     for row in zip(facts, others.to_pylist(), *tokens, strict=True):
         digest = hashlib.sha256(json.dumps([list(each.values()) for each in row[:2]]).encode())
@@ -116,7 +121,7 @@ def digest_rows(rollouts: pa.Table, others: pa.Table) -> list[str]:
     return digests
 
 
-def _split_lists(column: pa.ChunkedArray, kind: str) -> Iterator[bytes]:
+def split_lists(column: pa.ChunkedArray, kind: str) -> Iterator[bytes]:
     """Yield the values of each row of a list column as bytes of a numpy type."""
     for chunk in column.chunks:
         offsets = chunk.offsets.to_numpy()
