@@ -257,7 +257,8 @@ def export_policy(
     run: RunLocation,
     output: Annotated[Path, typer.Argument(metavar="FOLDER", help="The new folder.")],
     version: Annotated[
-        int | None, typer.Option(help="Policy version with a checkpoint; default: the last one.")
+        int | None,
+        typer.Option(help="Policy version with a checkpoint, or 0, the start model; default: the last one."),
     ] = None,
 ) -> None:
     """Write a policy version of a run as a Hugging Face folder, with its tokenizer; needs no trainer and no GPU."""

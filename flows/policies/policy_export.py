@@ -1,6 +1,7 @@
 """A stored policy version as a Hugging Face folder, without a trainer."""
 
 import asyncio
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -10,7 +11,10 @@ from rollmill.flows.configuration.settings import validate
 from rollmill.flows.run.trainer_program import run_trainer_program
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.store.checkpoints.checkpoint_store import copy_checkpoint
+from rollmill.tasks.store.filesystem import publish_path
 from rollmill.tasks.store.folders import RunFolder, checkpoint_key
+from rollmill.tasks.store.lineage.lineage_writer import write_lineage
+from rollmill.tasks.store.lineage.policy_lineage import CARD, LINEAGE
 from rollmill.tasks.store.run.manifest import read_manifest
 from rollmill.tasks.store.run.resume import list_complete_checkpoints
 
@@ -73,7 +77,7 @@ def export_policy_here(folder: RunFolder, version: int | None, output: Path) -> 
 
     Args:
         folder: of the run.
-        version: policy version; None: the last one with a checkpoint.
+        version: policy version, 0 for the start model; None: the last one with a checkpoint.
         output: the new folder.
 
     Raises:
@@ -82,11 +86,10 @@ def export_policy_here(folder: RunFolder, version: int | None, output: Path) -> 
     """
     complete = list_complete_checkpoints(folder)
     chosen = max(complete, default=None) if version is None else version
-    if chosen is None or chosen not in complete:
+    if chosen is None or chosen not in (0, *complete):
         there_are = ", ".join(map(str, complete)) or "no version"
-        raise ConfigError(
-            "--version", version, f"{folder.location} has checkpoints of {there_are}; give one of them"
-        )
+        remedy = f"{folder.location} has checkpoints of {there_are}; give one of them, or 0, the start model"
+        raise ConfigError("--version", version, remedy)
     if output.exists():
         raise ConfigError("FOLDER", str(output), "it exists already; give the path of a new folder")
     manifest = read_manifest(folder)
@@ -94,7 +97,17 @@ def export_policy_here(folder: RunFolder, version: int | None, output: Path) -> 
     model = start_model_folder(config)
     if not (model / "config.json").is_file():
         raise ConfigError("model", str(model), "the run's start model is missing; restore its folder")
+    if chosen not in complete:
+        _copy_start_model(folder, model, output)
+        return f"version 0 of {folder.location}, its start model, is in {output}"
     with tempfile.TemporaryDirectory() as logs:
         log = Path(logs) / "export.log"
         asyncio.run(export_policy(config, model, folder, manifest.run, chosen, output, log, has_lineage=True))
     return f"version {chosen} of {folder.location} is in {output}"
+
+
+def _copy_start_model(folder: RunFolder, model: Path, output: Path) -> None:
+    """Copy a run's start model, and write its lineage and model card: those of an exported policy are replaced."""
+    with publish_path(output) as staged:
+        shutil.copytree(model, staged, ignore=shutil.ignore_patterns(LINEAGE, CARD, ".*"))
+        write_lineage(staged, folder, 0, model)

@@ -19,9 +19,10 @@ from rollmill.tasks.look.comparisons.paired_evaluations import (
     make_checks,
     read_answers,
 )
+from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.lineage.lineage_trace import find_wrong_policy_files, locate_run
-from rollmill.tasks.store.lineage.policy_lineage import Lineage, read_lineage
+from rollmill.tasks.store.lineage.policy_lineage import LINEAGE, Lineage, read_lineage
 from rollmill.tasks.store.promotion.gate_record import GatedPolicy, GateRecord, write_gate
 from rollmill.tasks.store.promotion.policy_alias import PolicyAlias, now, resolve_policy
 from rollmill.tasks.store.run.former_settings import read_former
@@ -83,11 +84,13 @@ class PolicyGate:
         """Folders of the candidate, and of the policy in production; None if there is none.
 
         Raises:
-            ConfigError: the candidate is in production.
+            ConfigError: the candidate is in production, or one of both is no exported policy.
         """
         current = PolicyAlias(self.alias).current()
-        location = self.against or (current.policy if current else "")
-        first, second = resolve_policy(self.candidate), resolve_policy(location) if location else None
+        first = find_policy("CANDIDATE", self.candidate)
+        second = find_policy("--against", self.against) if self.against else None
+        if current and not self.against:
+            second = resolve_policy(current.policy)
         if second == first:
             raise ConfigError("CANDIDATE", self.candidate, "it is the policy that it would be compared with")
         return first, second
@@ -194,6 +197,15 @@ class PolicyGate:
         """Return True if an evaluation was made under the settings of the candidate's run."""
         stored = read_manifest(evaluation.run).config
         return _evaluation_settings(stored) == _evaluation_settings(self._settings)
+
+
+def find_policy(field: str, location: str) -> RunFolder:
+    """Return the folder of an exported policy that is given by its folder or by an alias; ConfigError, which names `field`, if it is none."""
+    policy = resolve_policy(location)
+    if not open_files(policy).keys(LINEAGE):
+        remedy = f"it has no {LINEAGE}: give the folder of an exported policy; `rollmill export-policy RUN FOLDER` makes one"
+        raise ConfigError(field, location, remedy)
+    return policy
 
 
 def read_intact(policy: RunFolder) -> Lineage:

@@ -2,8 +2,8 @@
 
 import httpx
 
-from rollmill.flows.policies.policy_gate import read_intact
-from rollmill.tasks.errors import GateError, error_text, mask_credentials
+from rollmill.flows.policies.policy_gate import find_policy, read_intact
+from rollmill.tasks.errors import ConfigError, GateError, error_text, mask_credentials
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.lineage.policy_lineage import Lineage
 from rollmill.tasks.store.promotion.gate_record import GateRecord, read_gate
@@ -16,15 +16,21 @@ def find_passed_gate(candidate: str, alias: PolicyAlias) -> GateRecord:
     """Return the decision that a candidate may replace the policy that an alias leads to now.
 
     Raises:
+        ConfigError: the candidate is no exported policy, or is in production already.
         GateError: there is none, or the candidate is blocked; names the reasons.
         StoreError: a file of the candidate is not what was exported.
     """
-    lineage, current = read_intact(resolve_policy(candidate)), alias.current()
+    policy, current = find_policy("CANDIDATE", candidate), alias.current()
+    lineage = read_intact(policy)
+    if current and current.policy == policy.absolute:
+        raise ConfigError(
+            "CANDIDATE", candidate, f"it is in production already: {alias.location} leads to it"
+        )
     record = read_gate(alias.root, lineage.digest, current.digest if current else "")
     if record is None:
-        against = f"the policy in production, {current.policy}" if current else "no other policy"
+        compared = f"compared with the policy in production, {current.policy}" if current else "gated"
         raise GateError(
-            f"{candidate} was not compared with {against}: run `rollmill gate {candidate} --to {alias.location}`"
+            f"{candidate} was not {compared}: run `rollmill gate {candidate} --to {alias.location}`"
         )
     check_passed(record)
     return record

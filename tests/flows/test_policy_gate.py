@@ -23,6 +23,8 @@ from rollmill.flows.policies.promotion import promote_policy, roll_back
 from rollmill.tasks.errors import ConfigError, GateError, StoreError
 from rollmill.tasks.processes.launched_process import free_port
 from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.lineage.lineage_trace import trace_policy
+from rollmill.tasks.store.lineage.policy_lineage import read_lineage
 from rollmill.tasks.store.promotion.policy_alias import PolicyAlias
 
 GOOD, EQUAL, WORSE = draw_rewards(1, 600), draw_rewards(2, 600), draw_rewards(3, 600, drop=0.15)
@@ -109,7 +111,7 @@ def test_a_policy_needs_a_gate_against_the_one_that_is_in_production_now(workfol
         make_policy(workfolder, name, draw_rewards(seed, 600)) for seed, name in enumerate(("a", "b", "c"))
     )
     alias = PolicyAlias("policies/production")
-    with pytest.raises(GateError, match="was not compared with no other policy"):
+    with pytest.raises(GateError, match=f"{first.location} was not gated: run `rollmill gate"):
         promote_policy(first.location, alias, "")
     promote(first, alias)
     gate_here(PolicyGate(second.location))
@@ -119,6 +121,39 @@ def test_a_policy_needs_a_gate_against_the_one_that_is_in_production_now(workfol
         promote_policy(third.location, alias, "")
     with pytest.raises(ConfigError, match="it is the policy that it would be compared with"):
         gate_here(PolicyGate(second.location))
+
+
+def test_the_start_model_of_a_run_is_exported_gated_and_promoted(workfolder: Path, rollmill: Command) -> None:
+    trained = make_policy(workfolder, "first", EQUAL)
+    run = RunFolder(workfolder / "runs" / "first")
+    store_evaluation(run, GOOD, version=0)
+    status, said = rollmill("export-policy", run.location, "models/first", "--version", "0")
+    assert (status, "version 0" in said) == (0, True), said
+    start = RunFolder(workfolder / "models" / "first")
+    lineage = read_lineage(start)
+    assert (lineage.version, lineage.steps) == (0, ())
+    assert set(lineage.files) == {"config.json"}
+    assert trace_policy(start).findings == []
+    assert "began with" in (start.local / "README.md").read_text()
+    assert rollmill("gate", "models/first", "--min-reward", "0.3")[0] == 0
+    assert rollmill("promote", "models/first", "--yes")[0] == 0
+    assert Path("policies/production").resolve() == start.local
+    status, said = rollmill("gate", trained.location, "--json")
+    assert (status, json.loads(said)["against"]["version"]) == (0, 0)
+
+
+def test_what_is_no_policy_and_what_is_in_production_is_refused_as_a_wrong_argument(
+    workfolder: Path, rollmill: Command
+) -> None:
+    first = make_policy(workfolder, "first", GOOD)
+    promote(first, PolicyAlias("policies/production"))
+    for command in ("gate", "promote"):
+        status, said = rollmill(command, "models/nosuch")
+        assert (status, "CANDIDATE = 'models/nosuch'" in said, "export-policy" in said) == (2, True, True), (
+            said
+        )
+    status, said = rollmill("promote", first.location, "--yes")
+    assert (status, "it is in production already" in said) == (2, True), said
 
 
 def test_a_policy_whose_bytes_changed_is_neither_gated_nor_promoted_nor_rolled_back_to(

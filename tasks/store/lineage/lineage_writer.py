@@ -189,11 +189,14 @@ def format_card(lineage: Lineage) -> str:
         "code": ", ".join(f"{name} {each}" for name, each in lineage.versions.items()),
         "commit": f"`{lineage.git_commit}`" if lineage.git_commit else "",
     }
+    said = "A language model, post-trained by reinforcement learning with Rollmill."
+    if not lineage.steps:
+        said = "A language model that a run of Rollmill began with."
     table = "\n".join(f"| {name} | {_cell(value)} |" for name, value in rows.items() if value)
     return (
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n\n"
         f"# Version {lineage.version} of {_cell(lineage.folder.rpartition('/')[2])}\n\n"
-        "A language model, post-trained by reinforcement learning with Rollmill.\n\n"
+        f"{said}\n\n"
         f"| | |\n|---|---|\n{table}\n\n"
         f"`{LINEAGE}` has all settings, and the digests of every file, batch and trajectory. In this folder,\n"
         "`rollmill lineage .` lists the trajectories and checks all of them.\n"
