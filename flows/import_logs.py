@@ -17,11 +17,14 @@ from rollmill.flows.start_model import check_start, ensure_start_model
 from rollmill.flows.step.overlap import StepPipeline
 from rollmill.tasks.observe.step_clock import record_flow
 from rollmill.tasks.rollout.chat_logs.log_files import read_logs
+from rollmill.tasks.score.terms import check_scorer
 
 
 @flow(name="import", flow_run_name="{run_name}", persist_result=False, on_cancellation=[mark_cancelled])
 @record_flow
-async def import_logs(run_name: RunName, config: CollectSettings, files: list[str]) -> str:
+async def import_logs(
+    run_name: RunName, config: CollectSettings, files: list[str], redo_failed: bool = False
+) -> str:
     """Store the conversations of log files as rollouts of a run, and score them; `retrain` trains on them.
 
     What the run has already is not stored again. So the same call resumes a killed import, and adds what is new in the files.
@@ -30,6 +33,7 @@ async def import_logs(run_name: RunName, config: CollectSettings, files: list[st
         run_name: folder of the run below `store.root`; created if missing.
         config: all settings; those of sampling, serving and training have no effect.
         files: JSON Lines or Parquet, or folders of such files.
+        redo_failed: True to score again what the scorer failed on, in unfinished steps.
 
     Returns:
         The run's folder.
@@ -42,7 +46,8 @@ async def import_logs(run_name: RunName, config: CollectSettings, files: list[st
     )
     folder = run_folder(run_name, config)
     with end_in_order(), one_error():
-        # First, since a broken file must not cost the training of a start model.
+        # First, since a wrong scorer or a broken file must not cost the training of a start model, nor begin a run.
+        check_scorer(config.score)
         logs = await asyncio.to_thread(read_logs, files)
         model = await ensure_start_model(config)
         found = await asyncio.to_thread(LogImport.plan, folder, config, model, logs.conversations)
@@ -52,7 +57,10 @@ async def import_logs(run_name: RunName, config: CollectSettings, files: list[st
             return folder.location
         config = config.model_copy(update={"steps": found.n_steps})
         await check_start(run_name, config, samples=False, trains=False)
-        async with open_run(run_name, config, model, trains=False) as run, StepPipeline(run) as pipeline:
+        async with (
+            open_run(run_name, config, model, redo_failed=redo_failed, trains=False) as run,
+            StepPipeline(run) as pipeline,
+        ):
             await found.store(run)
             await collect_steps(run, pipeline)
     return folder.location

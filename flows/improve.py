@@ -67,7 +67,8 @@ async def improve(
         # An open cycle ends before further logs are imported, or it would train on other rows than it began with.
         cycle = await asyncio.to_thread(improvement.find_open)
         if cycle is None:
-            await import_logs(improvement.logs_name, config, files)
+            # A scorer that failed may have been repaired: the same command resumes the cycle.
+            await import_logs(improvement.logs_name, config, files, redo_failed=True)
             cycle = await asyncio.to_thread(improvement.find_newest)
         if cycle is None or await asyncio.to_thread(improvement.is_decided, cycle):
             said = "nothing new" + (f": the policy of cycle {cycle.number} was decided on" if cycle else "")

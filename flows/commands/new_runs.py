@@ -96,13 +96,14 @@ def collect_here(config: RunConfig, name: str, *, again: bool, redo_failed: bool
     run_in_folder(call, name, config, again=again, trains=False)
 
 
-def import_here(config: RunConfig, name: str, files: Sequence[str]) -> None:
+def import_here(config: RunConfig, name: str, files: Sequence[str], *, redo_failed: bool = False) -> None:
     """Run the flow import in this process.
 
     Args:
         config: all settings.
         name: folder of the run below `store.root`.
         files: of logs, or folders of such files.
+        redo_failed: score again what the scorer failed on.
 
     Raises:
         ConfigError: a file is missing or wrong, or something else that it needs; nothing was started.
@@ -112,7 +113,7 @@ def import_here(config: RunConfig, name: str, files: Sequence[str]) -> None:
     def call() -> Coroutine[Any, Any, str]:
         from rollmill.flows.import_logs import import_logs
 
-        return import_logs(name, config, list(files))
+        return import_logs(name, config, list(files), redo_failed)
 
     preflight(config, samples=False, trains=False)
     with record_command():

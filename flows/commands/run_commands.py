@@ -86,6 +86,7 @@ def import_logs(
         str,
         typer.Option(help="Folder of the run below store.root; default: the preset's name and -imported."),
     ] = "",
+    redo_failed: RedoFailed = False,
     overrides: Overrides = None,
 ) -> None:
     """Store conversations that another system logged as rollouts of a run, and score them; run it again to add new ones."""
@@ -95,7 +96,7 @@ def import_logs(
     from rollmill.flows.commands.new_runs import import_here
     from rollmill.flows.configuration.presets import preset_name
 
-    import_here(config, name or f"{preset_name(preset)}-imported", files)
+    import_here(config, name or f"{preset_name(preset)}-imported", files, redo_failed=redo_failed)
 
 
 @commands.command(rich_help_panel=PANEL)

@@ -69,6 +69,26 @@ def test_a_broken_log_is_one_line_and_makes_no_run(workplace: Any) -> None:
     assert not (workplace.folder / "runs" / "logs").exists()
 
 
+def test_a_wrong_scorer_begins_no_run_and_one_that_failed_is_repeated(workplace: Any) -> None:
+    write_log(workplace.folder / "chats.jsonl", range(10, 12))
+    scorer = workplace.folder / "flaky.py"
+    scorer.write_text("def score(candidate):\n    raise ValueError('no judge')\n")
+    words = ("import", "small", "chats.jsonl", "--name", "logs", "--set", f"rollout.group_size={N_ANSWERS}")
+    refused = workplace.run(*words, "--set", "score.scorer=flaky:nosuch")
+    assert refused.returncode == 2, refused.stdout
+    assert not (workplace.folder / "runs" / "logs").exists()
+
+    failed = workplace.run(*words, "--set", "score.scorer=flaky:score")
+    assert failed.returncode == 1, failed.stdout
+    assert "--redo-failed" in failed.stdout
+    scorer.write_text("def score(candidate):\n    return 1.0\n")
+    done = workplace.run(*words, "--set", "score.scorer=flaky:score", "--redo-failed")
+    assert done.returncode == 0, done.stdout
+    folder = RunFolder(workplace.folder / "runs" / "logs")
+    assert read(folder, "scores", ["reward"])["reward"].to_pylist() == [1.0] * 2 * N_ANSWERS
+    assert verify_run(folder).findings == []
+
+
 async def test_what_another_import_stored_meanwhile_is_not_stored_again(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     shard = tmp_path / "rollouts" / "step=000000" / "a.arrow"
