@@ -301,7 +301,10 @@ def test_the_chance_of_the_first_problem_is_its_weight() -> None:
         ("coalesce(reward_std, -1)", "it is -1.0 for problem 0"),
         ("coalesce(reward_std, 1e999)", "infin|inf for problem|out of range"),
         ("1) as weight, (2", "give one number"),
-        ("random()", "random would give other values each time the run is resumed"),
+        (
+            "random()",
+            r"random would give other values each time the run is resumed.*, such as coalesce\(reward_std, 0\)$",
+        ),
         ("spread", 'Referenced column "spread" not found'),
         ("1)) from problems --", "syntax error|Parser Error"),
         ("(select count(*) from read_csv('/etc/passwd'))", "disabled|Permission"),

@@ -3,7 +3,7 @@
 import polars as pl
 
 from rollmill.tasks.errors import ConfigError
-from rollmill.tasks.look.tables.sql_query import check_weight, refuse_changing, run_query
+from rollmill.tasks.look.tables.sql_query import WEIGHT_EXAMPLE, check_weight, refuse_changing, run_query
 from rollmill.tasks.store.run.problem_history import Floats
 
 WEIGHT = "rollout.problem_weight"
@@ -27,7 +27,7 @@ def check_problem_weight(weight: str) -> None:
         ConfigError: names the setting, the problem and the value.
     """
     if weight:
-        refuse_changing(WEIGHT, weight)
+        refuse_changing(WEIGHT, weight, WEIGHT_EXAMPLE)
         weigh_problems(weight, _TRIED)
 
 

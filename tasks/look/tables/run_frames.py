@@ -12,7 +12,14 @@ from rollmill.tasks.look.tables.costs import SCHEMA as COST_SCHEMA
 from rollmill.tasks.look.tables.costs import measure_costs
 from rollmill.tasks.look.tables.dataset_scans import scan_dataset
 from rollmill.tasks.look.tables.joined_trajectories import scan_trajectories
-from rollmill.tasks.look.tables.sql_query import check_condition, check_weight, refuse_changing, run_query
+from rollmill.tasks.look.tables.sql_query import (
+    ORDER_EXAMPLE,
+    WEIGHT_EXAMPLE,
+    check_condition,
+    check_weight,
+    refuse_changing,
+    run_query,
+)
 from rollmill.tasks.look.tables.view import Column, View, count_noun, limit_notes
 from rollmill.tasks.store.folders import PartitionValue, RunFolder
 from rollmill.tasks.store.reader import list_scorers, list_steps
@@ -178,7 +185,7 @@ class RunFrames:
 
         Arguments and errors are those of `find_groups`. Groups with equal keys are in the order of location, step and group.
         """
-        refuse_changing(field, keys)
+        refuse_changing(field, keys, ORDER_EXAMPLE)
         query = f'select location, step, "group" from ({_GROUPS}) order by {keys}\n, location, step, "group"'
         rows = self._run(field, keys, query, reads_files=False).iter_rows()
         return {(location, step, group): place for place, (location, step, group) in enumerate(rows)}
@@ -191,7 +198,7 @@ class RunFrames:
         Raises:
             ConfigError: also for a number that is negative, infinite or missing.
         """
-        refuse_changing(field, weight)
+        refuse_changing(field, weight, WEIGHT_EXAMPLE)
         query = f'select location, step, "group", ({weight}\n)::double from ({_GROUPS}) order by all'
         found: dict[tuple[str, int, int], float] = {}
         rows = self._run(field, weight, query, reads_files=False)

@@ -20,6 +20,8 @@ _CLOSED = {
     "temp_directory": "",
     "lock_configuration": "true",
 }
+WEIGHT_EXAMPLE, ORDER_EXAMPLE = "coalesce(reward_std, 0)", 'hash(step, "group")'
+"""A weight and an order in SQL, as errors give them."""
 MOST_MEMORY = "2GB"
 """Memory of a query with a time limit, besides the rows that it reads."""
 _DAMAGE = " (if a shard is damaged, `rollmill verify` names it)"
@@ -111,12 +113,12 @@ def check_condition(field: str, given: str) -> None:
         raise ConfigError(field, given, "give one condition, without semicolons")
 
 
-def refuse_changing(field: str, given: str) -> None:
-    """Raise ConfigError if an expression calls a function whose value changes from query to query."""
+def refuse_changing(field: str, given: str, example: str = '"group" % 4 = 0') -> None:
+    """Raise ConfigError, which has an `example` of the field, if an expression calls a function whose value changes from query to query."""
     changing = run_query(field, given, _CHANGING_FUNCTIONS, {})["function_name"]
     called = rf"\b(?:({'|'.join(changing)})\"?\s*\(|(current_(?:date|time|timestamp))\b)"
     if call := re.search(called, _TEXTS_AND_COMMENTS.sub(" ", given), re.IGNORECASE):
-        remedy = f'{call[1] or call[2]} would give other values each time the run is resumed; compute with the columns, such as "group" % 4 = 0'
+        remedy = f"{call[1] or call[2]} would give other values each time the run is resumed; compute with the columns, such as {example}"
         raise ConfigError(field, given, remedy)
 
 
@@ -124,5 +126,5 @@ def check_weight(field: str, given: str, value: object, of: str) -> float:
     """Return a weight as a number; raise ConfigError, which names what it is the weight `of`, if it is missing, negative or infinite."""
     if isinstance(value, float) and 0.0 <= value < math.inf:
         return value
-    remedy = f"it is {value} for {of}; give a number of at least 0, such as coalesce(reward_std, 0)"
+    remedy = f"it is {value} for {of}; give a number of at least 0, such as {WEIGHT_EXAMPLE}"
     raise ConfigError(field, given, remedy)

@@ -7,7 +7,7 @@ import polars as pl
 
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.run_frames import GROUP_COLUMNS, RunFrames
-from rollmill.tasks.look.tables.sql_query import refuse_changing, run_query
+from rollmill.tasks.look.tables.sql_query import ORDER_EXAMPLE, refuse_changing, run_query
 from rollmill.tasks.store.folders import RunFolder
 
 WHERE, ORDER_BY = "rollout.replay.where", "rollout.replay.order_by"
@@ -30,9 +30,10 @@ def check_choice(where: str, order_by: str) -> None:
     Raises:
         ConfigError: names the setting.
     """
-    for field, given in ((WHERE, where), (ORDER_BY, order_by)):
-        if given:
-            refuse_changing(field, given)
+    if where:
+        refuse_changing(WHERE, where)
+    if order_by:
+        refuse_changing(ORDER_BY, order_by, ORDER_EXAMPLE)
     choose_groups(_TRIED, where, order_by, [0])
 
 
