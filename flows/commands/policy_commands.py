@@ -80,10 +80,12 @@ def gate(
     from rollmill.tasks.look.comparisons.gate_table import make_gate_view
     from rollmill.tasks.look.terminal.output import print_view
 
-    record = gate_here(
-        PolicyGate(candidate, to, against, margin, error_rate, min_reward), prints_json=as_json
-    )
-    print_view(make_gate_view(record), as_json=as_json)
+    compared = PolicyGate(candidate, to, against, margin, error_rate, min_reward)
+    # The flow gate, which runs if an evaluation is missing, prints the decision.
+    is_printed = compared.find_missing() is not None
+    record = gate_here(compared, prints_json=as_json)
+    if as_json or not is_printed:
+        print_view(make_gate_view(record), as_json=as_json)
     if not record.passed:
         raise typer.Exit(1)
 

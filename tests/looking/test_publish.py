@@ -324,12 +324,17 @@ def test_a_repository_is_private_and_its_card_keeps_what_a_user_wrote(
         ("parquet:x", "unknown format; give delta:PATH"),
         ("delta", "give delta:PATH"),
         ("iceberg:s3://bucket/lake", "name a catalog of pyiceberg's configuration"),
+        ("iceberg:nocat", r"has no catalog nocat; for a catalog in a new folder give iceberg:\./nocat"),
         ("huggingface:rows", "give the repository as USER/NAME"),
     ],
 )
-def test_a_wrong_place_is_refused_with_what_to_give(small_run: RunFolder, to: str, remedy: str) -> None:
+def test_a_wrong_place_is_refused_with_what_to_give(
+    small_run: RunFolder, to: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=remedy):
         publish_runs([small_run], to)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_library_that_is_missing_is_named_with_the_command_that_installs_it(

@@ -211,6 +211,10 @@ def test_a_data_set_or_some_of_its_partitions_is_read_as_it_is_stored(small_run:
     assert stored.equals(scan(small_run, "scores", scorer="brevity@1", step=1).collect())
     with pytest.raises(SchemaError, match="no data set is called 'score'"):
         frames.dataset("score")
+    with pytest.raises(SchemaError, match=r"states: give env=NAME, .*; there are none"):
+        frames.dataset("states", env="calculator")
+    with pytest.raises(ConfigError, match="QUERY = '': it is empty: give a query"):
+        frames.sql("")
 
 
 async def test_log_probabilities_of_several_policies_are_rows_of_one_view_with_their_policy(

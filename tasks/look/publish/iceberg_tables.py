@@ -66,7 +66,7 @@ def open_catalog(place: str) -> tuple[Catalog, str]:
     """Open NAME or NAME.NAMESPACE of pyiceberg's configuration, else the catalog in a local folder, catalog.db.
 
     Raises:
-        ConfigError: it is no local folder, and no catalog of this name is configured.
+        ConfigError: it is no local folder, and no catalog of this name is configured. A new folder has a / in its path.
     """
     name, _, namespace = place.partition(".")
     if name in Config().get_known_catalogs():
@@ -75,6 +75,9 @@ def open_catalog(place: str) -> tuple[Catalog, str]:
         remedy = (
             "a catalog in a folder is on a local disk; for others name a catalog of pyiceberg's configuration"
         )
+        raise ConfigError("--to", f"iceberg:{place}", remedy)
+    if "/" not in place and not Path(place).is_dir():
+        remedy = f"pyiceberg's configuration has no catalog {name}; for a catalog in a new folder give iceberg:./{place}"
         raise ConfigError("--to", f"iceberg:{place}", remedy)
     folder = Path(place).absolute()
     folder.mkdir(parents=True, exist_ok=True)

@@ -6,8 +6,9 @@ from functools import partial
 import polars as pl
 from polars.io.plugins import register_io_source
 
+from rollmill.tasks.errors import SchemaError
 from rollmill.tasks.store.folders import PartitionValue, RunFolder
-from rollmill.tasks.store.reader import list_policies, list_shards, scan
+from rollmill.tasks.store.reader import list_policies, list_shards, list_state_environments, scan
 from rollmill.tasks.store.schema_versions import ADDED_COLUMNS
 from rollmill.tasks.store.schemas import dataset_schema
 from rollmill.tasks.store.shards.shard_names import ShardName
@@ -17,7 +18,15 @@ def scan_dataset(folder: RunFolder, dataset: str, partition: Mapping[str, Partit
     """Return a data set's rows with the run's `location`, those of `logprobs` with their `policy` too.
 
     Polars reads them on a disk, Rollmill's own reader on S3.
+
+    Raises:
+        SchemaError: unknown data set or partition, or `states` without an environment that has rows.
     """
+    if dataset == "states" and partition.get("env") not in (there_are := list_state_environments(folder)):
+        names = ", ".join(there_are) or "none"
+        raise SchemaError(
+            f"states: give env=NAME, an environment that {folder.location} has states of; there are {names}"
+        )
     if dataset != "logprobs":
         return _scan_partition(folder, dataset, partition)
     policies = [partition["policy"]] if "policy" in partition else list_policies(folder)

@@ -25,9 +25,8 @@ def make_lineage_view(policy: str, report: LineageReport, limit: int = 0) -> Vie
     shown = [row | {"digest": row["digest"][:SHOWN_DIGITS]} for row in rows]
     origins = {(row.location, row.step) for row in report.rows}
     title = f"{policy}: {count_noun(len(report.rows), 'trajectory', 'trajectories')}"
-    title += (
-        f" of {count_noun(len(origins), 'step')} in {count_noun(len({each for each, _ in origins}), 'run')}"
-    )
+    n_runs = len({each for each, _ in origins})
+    title += f", sampled in {count_noun(len(origins), 'step')} of {count_noun(n_runs, 'run')}"
     notes = [
         f"{each.location}: version {each.version} of run {each.run} in {each.folder}, digest {each.digest}"
         + (f", taught by {', '.join(each.teachers)}" if each.teachers else "")

@@ -61,6 +61,8 @@ def run_query(
             # Listing the files of a data set takes time: only those that the query may read are registered.
             for name in sorted(set(views) & set(re.findall(r"\w+", query.lower()))):
                 connection.register(name, views[name]())
+            if not connection.extract_statements(query):
+                raise ConfigError(field, given, f"it is empty: give a query, such as select 1; {known}")
             with _interrupt_after(longest_s, connection.interrupt):
                 result = connection.sql(query)
                 found: pl.DataFrame = pl.DataFrame() if result is None else result.pl()
