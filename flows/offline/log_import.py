@@ -11,7 +11,11 @@ from typing import Self
 from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.run.live_run import Run
 from rollmill.tasks.errors import ConfigError, EpisodeError, StoreError
-from rollmill.tasks.rollout.chat_logs.logged_conversation import LoggedConversation, drop_duplicates
+from rollmill.tasks.rollout.chat_logs.logged_conversation import (
+    LoggedConversation,
+    distinguish_digest,
+    drop_duplicates,
+)
 from rollmill.tasks.rollout.chat_logs.logged_trajectory import (
     DIGEST,
     build_logged_trajectory,
@@ -63,8 +67,7 @@ class LogImport:
             raise ConfigError(
                 "environments", len(config.environments), "logs are of one environment; name one"
             )
-        outcomes = read(folder, "rollouts", ["outcome"])["outcome"].to_pylist()
-        kept = drop_duplicates(logged, frozenset(json.loads(each).get(DIGEST, "") for each in outcomes))
+        kept = drop_duplicates(logged, _read_stored_digests(folder))
         left_out = kept.left_out
         by_prompt: dict[str, list[Trajectory]] = {}
         refused: list[str] = []
@@ -122,6 +125,13 @@ class LogImport:
                 for sample, each in enumerate(answers)
             ]
             await writer.append("rollouts", rollout_rows(run.id, step, env, placed), step=step)
+
+
+def _read_stored_digests(folder: RunFolder) -> frozenset[str]:
+    """Read the digests of a run's conversations, as stored and with `started_at`, which earlier imports left out of them."""
+    rows = read(folder, "rollouts", ["outcome", "started_at"]).to_pylist()
+    stored = [(json.loads(row["outcome"]).get(DIGEST, ""), row["started_at"]) for row in rows]
+    return frozenset({digest for digest, _ in stored} | {distinguish_digest(*each) for each in stored})
 
 
 def _next_step(folder: RunFolder) -> int:

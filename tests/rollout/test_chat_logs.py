@@ -174,6 +174,21 @@ def test_two_requests_that_said_the_same_are_two_conversations() -> None:
     assert drop_duplicates([one, other], frozenset()).conversations == (one, other)
 
 
+def test_equal_answers_without_an_id_are_as_many_as_their_file_has(write: Callable[..., str]) -> None:
+    line: dict[str, object] = {"messages": [ASKED, ANSWERED]}
+    early, late = (line | {"started_at": time} for time in ("2026-11-01T08:00:00Z", "2026-11-01T09:00:00Z"))
+    log = write("1.jsonl", line, line, early, late, line | {"id": 1}, line | {"id": 1})
+    found = read_logs([log]).conversations
+    kept = drop_duplicates(found, frozenset())
+    assert kept.conversations == found[:5]
+    assert kept.left_out == {"occur twice": 1}
+
+    stored = frozenset(each.digest for each in found)
+    longer = write("2.jsonl", line, line, early, late, line | {"id": 1}, line, late)
+    more = drop_duplicates(read_logs([log, longer]).conversations, stored)
+    assert [each.source for each in more.conversations] == [f"{longer}:{at}" for at in (6, 7)]
+
+
 def test_the_tokens_are_those_that_the_policy_would_have_sampled(tokenizer: ChatTokenizer) -> None:
     built = build_logged_trajectory(parse(), tokenizer=tokenizer, stop=(), temperature=0.5)
     text = "".join(tokenizer.pieces(built.token_ids.tolist()))

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ def read_logs(paths: Sequence[str]) -> Logs:
     left_out: Counter[str] = Counter()
     wrong: list[str] = []
     for file in list_log_files(paths):
+        equal: Counter[str] = Counter()
         for source, line in _lines(file):
             if isinstance(line, EpisodeError):
                 wrong.append(f"{source}: {line}")
@@ -50,10 +51,14 @@ def read_logs(paths: Sequence[str]) -> Logs:
             except EpisodeError as error:
                 wrong.append(f"{source}: {error}")
                 continue
-            if parsed:
-                found.append(parsed)
-            else:
+            if not parsed:
                 left_out["have no message of the policy"] += 1
+                continue
+            if not parsed.log_id:
+                digest = parsed.digest
+                parsed = replace(parsed, repeat=equal[digest])
+                equal[digest] += 1
+            found.append(parsed)
     if wrong:
         left_out[f"cannot be trained on (the first: {wrong[0]})"] = len(wrong)
     return Logs(tuple(found), left_out)

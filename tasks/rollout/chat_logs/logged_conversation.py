@@ -40,6 +40,7 @@ class LoggedConversation:
         started_at: when the last message was requested; None: not known.
         duration_s: seconds until it was there; 0: not known.
         source: file and line, or span.
+        repeat: number of equal conversations before it in its file, if the log gives no id: a policy may answer the same again.
     """
 
     messages: tuple[Message, ...]
@@ -51,13 +52,18 @@ class LoggedConversation:
     started_at: datetime | None = None
     duration_s: float = 0.0
     source: str = ""
+    repeat: int = 0
 
     @property
     def digest(self) -> str:
-        """SHA-256 of its id in the log, its example and what was said; two with the same digest are one conversation."""
-        return hashlib.sha256(
+        """SHA-256 of its id in the log, its example and what was said; without an id, of `started_at` and `repeat` too.
+
+        Two with the same digest are one conversation.
+        """
+        digest = hashlib.sha256(
             _as_bytes([self.log_id, self.example, [_what_was_said(each) for each in self.messages]])
         ).hexdigest()
+        return digest if self.log_id else distinguish_digest(digest, self.started_at, self.repeat)
 
     @property
     def prompt_digest(self) -> str:
@@ -75,6 +81,13 @@ class LoggedConversation:
             if each.role == "assistant":
                 found.append(said.copy().hexdigest())
         return found
+
+
+def distinguish_digest(digest: str, started_at: datetime | None, repeat: int = 0) -> str:
+    """Return the digest of the `repeat`-th conversation of this time among those with the same digest of what was said."""
+    if started_at is None and not repeat:
+        return digest
+    return hashlib.sha256(_as_bytes([digest, started_at and started_at.timestamp(), repeat])).hexdigest()
 
 
 def _what_was_said(message: Message) -> list[object]:
