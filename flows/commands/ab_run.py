@@ -92,8 +92,9 @@ def _make_estimates_view(compared: AbComparison) -> View:
             row[scorer] = f"{gain:+z.3f} ± {error:.3f}"
         rows.append(row)
     columns = [
-        *(Column("arm"), Column("groups", header="groups trained on"), Column("n", header="trajectories")),
-        *(Column("effective"), *map(Column, scorers)),
+        *(Column("arm"), Column("groups", rank=2, header="groups trained on")),
+        *(Column("n", rank=4, header="trajectories"), Column("effective", rank=3)),
+        *(Column(scorer, rank=1) for scorer in scorers),
     ]
     title = "estimated gain of each arm under each scorer, with standard errors"
     return View({"estimates": values}, title, columns, rows, [ESTIMATE_NOTE, *compared.list_arguments()])

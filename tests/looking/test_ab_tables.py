@@ -1,12 +1,15 @@
 """The tables of an A/B comparison: means and differences with intervals, and where two scorers disagree most."""
 
+import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from stored_policies import Rewards, begin_run, store_evaluation, store_rows
 
 from rollmill.tasks.look.comparisons.ab_tables import (
@@ -16,8 +19,11 @@ from rollmill.tasks.look.comparisons.ab_tables import (
     make_disagreements_view,
     make_policies_view,
 )
+from rollmill.tasks.look.comparisons.gate_table import make_gate_view
 from rollmill.tasks.look.comparisons.paired_evaluations import compute_paired_interval
+from rollmill.tasks.look.tables.view import View
 from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.promotion.gate_record import GateCheck, GatedPolicy, GateRecord
 
 N, K, VERSION = 40, 2, 3
 
@@ -83,6 +89,49 @@ def test_differences_are_of_the_same_prompts(policies: list[ScoredPolicy]) -> No
     assert (found["low"], found["high"]) == pytest.approx(compute_paired_interval(paired, 1.0))
 
 
+def print_narrow(view: View) -> str:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(view.page(80))
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_on_80_columns_rows_keep_their_names_and_figures_are_shortened(policies: list[ScoredPolicy]) -> None:
+    named = [replace(each, label=f"{each.label}-scorer@1") for each in policies]
+    lines = print_narrow(make_differences_view(named, ["a@1", "b@1"])).splitlines()
+    assert lines[1].split() == ["answers", "policy", "against", "a@1", "b@1"]
+    assert [line.split()[:3] for line in lines[3:5]] == [
+        [answers, "second-scorer@1", "first-scorer@1"] for answers in ("sampled", "greedy")
+    ]
+    assert lines[-1] == "not shown here: prompts"
+    assert "not shown here" not in print_narrow(make_policies_view(named, ["a@1", "b@1"], []))
+
+
+def test_a_gate_on_80_columns_has_the_probability_that_an_equal_policy_passes() -> None:
+    values: dict[str, Any] = {
+        "candidate": 0.7,
+        "production": 0.5,
+        "difference": 0.2,
+        "low": 0.1,
+        "pass_rate": 0.97,
+    }
+    gated = GatedPolicy(
+        location="a", digest="0", run="r", version=3, evaluated_in="runs/r", evaluated_version=3, rows="0"
+    )
+    record = GateRecord(
+        created_at="",
+        candidate=gated,
+        against=gated,
+        margin=0.05,
+        error_rate=0.05,
+        min_reward=None,
+        checks=tuple(GateCheck(env=env, answers="sampled", n=32, **values) for env in ("all", "addition")),
+        reasons=(),
+    )
+    heading = print_narrow(make_gate_view(record)).splitlines()[1]
+    assert heading.startswith("env       answers")
+    assert "equal passes" in heading
+
+
 def test_an_answer_without_a_score_counts_as_0(tmp_path: Path) -> None:
     policy = ScoredPolicy("one", make_policy(tmp_path, "one", draw(0, 0.5), None), VERSION, "a@1")
 
@@ -134,6 +183,7 @@ def test_one_trajectory_of_each_group_is_shown_the_largest_difference_of_advanta
 
     # Group 2 has no spread, and in group 3 the scorers agree up to their scale.
     assert [row["trajectory"] for row in view.rows] == ["1.0", "0.1"]
+    assert "trajectory  problem  answer" in print_narrow(view)
     first = view.rows[0]
     assert (first["a"], first["b"], first["answer"]) == (0.0, 1.0, "r.1.0.0")
     assert first["difference"] == pytest.approx(math.sqrt(2) + math.sqrt(0.5))

@@ -185,7 +185,7 @@ def test_wide_characters_take_two_cells_and_no_line_is_longer_than_the_terminal(
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) == (5 if width > 30 else 6), "a row is broken"
     assert max(cell_len(line) for line in lines) <= width
-    assert lines[-1].startswith("not shown here: env, time") == (width == 30)
+    assert lines[-1].startswith("not shown here: answer, time") == (width == 30)
 
 
 def test_the_title_is_one_line_and_columns_left_out_are_named_as_they_are_headed(

@@ -79,8 +79,8 @@ def make_policies_view(
     columns = [
         Column("answers"),
         Column("policy"),
-        Column("n", rank=1, header="prompts"),
-        *map(Column, scorers),
+        Column("n", rank=2, header="prompts"),
+        *(Column(scorer, rank=1, is_text=True) for scorer in scorers),
     ]
     title = "mean held-out reward of each policy under each scorer, with 95 % intervals"
     n_training, n_evaluations = count_tokens([run for _, run in arms])
@@ -113,8 +113,8 @@ def make_differences_view(policies: Sequence[ScoredPolicy], scorers: Sequence[st
     rows.sort(key=lambda row: str(row["answers"]), reverse=True)
     columns = [
         *(Column("answers"), Column("policy"), Column("against")),
-        Column("n", rank=1, header="prompts"),
-        *map(Column, scorers),
+        Column("n", rank=2, header="prompts"),
+        *(Column(scorer, rank=1, is_text=True) for scorer in scorers),
     ]
     title = "differences of mean reward on the same prompts, with 95 % intervals"
     return View({"differences": values}, title, columns, rows)
@@ -164,14 +164,14 @@ def make_disagreements_view(run: RunFolder, scorers: tuple[str, str], viewer_url
     ]
     first, second = scorers
     columns = [
-        *(Column("trajectory"), Column("example_id", rank=1, header="problem", is_text=True)),
+        *(Column("trajectory"), Column("example_id", header="problem", is_text=True)),
         Column("answer", rank=2, is_text=True),
-        *(Column("a", header=first), Column("b", header=second)),
+        *(Column("a", rank=1, header=first), Column("b", rank=1, header=second)),
         *(
             Column("advantage_a", rank=3, digits=1, header="advantage"),
             Column("advantage_b", rank=3, digits=1, header="advantage"),
         ),
-        *(Column("difference", digits=1), Column("link")),
+        *(Column("difference", rank=1, digits=1), Column("link", rank=4)),
     ]
     if not viewer_url:
         columns.pop()

@@ -7,13 +7,13 @@ from rollmill.tasks.store.promotion.gate_record import GateRecord
 from rollmill.tasks.store.promotion.policy_alias import AliasRecord
 
 _GATE_COLUMNS = (
-    Column("env", rank=1),
+    Column("env"),
     Column("answers"),
-    Column("n", header="prompts"),
-    Column("production"),
-    Column("candidate"),
-    Column("difference"),
-    Column("low", header="at least"),
+    Column("n", rank=4, header="prompts"),
+    Column("production", rank=3),
+    Column("candidate", rank=1),
+    Column("difference", rank=1),
+    Column("low", rank=1, header="at least"),
     Column("pass_rate", rank=2, header="equal passes"),
     Column("passed"),
 )

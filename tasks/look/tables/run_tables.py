@@ -49,7 +49,7 @@ GROUP_COLUMNS = (
 )
 VERSION_COLUMNS = (
     Column("step", header="version"),
-    Column("env", rank=1),
+    Column("env"),
     Column("n", rank=1, header="problems"),
     Column("samples", rank=3, header="k"),
     Column("reward", header="reward, sampled"),

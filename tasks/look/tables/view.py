@@ -40,7 +40,8 @@ class Column:
 
     Attributes:
         name: key in the rows.
-        rank: columns of the highest rank are left out first if the terminal is narrow.
+        rank: columns of the highest rank are left out first if the terminal is narrow, of the same rank the right one. Columns
+            that name a row have rank 0 and are the first of their table.
         header: heading; the name by default.
         is_text: True for text of any length, which is shortened to the remaining width.
         digits: decimals of a float.
@@ -120,8 +121,9 @@ class View:
             name: max(min(each, LEAST_TEXT), texts[name]) if name in texts else each
             for name, each in natural.items()
         }
+        by_rank = sorted(self.columns, key=lambda column: column.rank)
         # One column stays, even if it is wider than the terminal.
-        for column in sorted(self.columns, key=lambda column: -column.rank):
+        for column in reversed(by_rank):
             if _line(least) <= width or len(least) == 1:
                 break
             del least[column.name]
