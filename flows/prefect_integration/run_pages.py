@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollmill.tasks.look.ledger.run_ledger import read_ledger
+from rollmill.tasks.look.tables.cost_view import make_costs_view
 from rollmill.tasks.look.tables.curves import read_curves
 from rollmill.tasks.look.tables.ledger_tables import PATH, make_ledger_views
 from rollmill.tasks.look.tables.notable_trajectories import NotableTrajectory, choose_notable
@@ -166,14 +167,14 @@ def _metrics(folder: RunFolder, step: int) -> dict[str, float]:
 
 
 def _describe_run_time(folder: RunFolder) -> list[str]:
-    """Return Markdown tables of where the time of a step went, as a mean over the last steps that have ended."""
+    """Return Markdown tables of where the time of a step went, as a mean over the last steps that have ended, and of their costs."""
     steps = list_steps(folder, "spans")
     if not steps:
         return []
     ledger = read_ledger(folder, most=TIMED_STEPS)
     name = folder.name if len(steps) <= TIMED_STEPS else f"{folder.name}, its last steps"
     views = make_ledger_views(name, replace(ledger, ends=ledger.ends.clear()))
-    return [_tables(views)]
+    return [_tables([*views, make_costs_view(folder, ledger)])]
 
 
 def _tables(views: Iterable[View]) -> str:

@@ -13,6 +13,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from rollmill.flows.post_train import post_train
 from rollmill.tasks.look.ledger.run_ledger import read_ledger
+from rollmill.tasks.look.tables.cost_view import make_costs_view
 from rollmill.tasks.look.tables.ledger_tables import PATH, make_ledger_views
 from rollmill.tasks.look.tables.selection import Interval
 from rollmill.tasks.look.tables.view import View
@@ -89,4 +90,4 @@ def test_a_steps_page_and_the_runs_have_the_tables_of_rollmill_spans(
     (page,) = pages(prefect_api, "paged")
     printed = make_ledger_views(run.name, read_ledger(run))
     assert "its start and end" in printed[-1].title
-    has(page, printed[:-1])
+    has(page, [*printed[:-1], make_costs_view(run, read_ledger(run))])

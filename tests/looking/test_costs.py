@@ -19,6 +19,7 @@ from rollmill.flows.configuration.recipe import run_tokenizer
 from rollmill.tasks.look.ledger.run_ledger import read_ledger
 from rollmill.tasks.look.ledger.step_attribution import Ledger, build_ledger
 from rollmill.tasks.look.tables.costs import TRAINED, measure_costs
+from rollmill.tasks.look.tables.run_frames import RunFrames
 from rollmill.tasks.look.tables.selection import Interval
 from rollmill.tasks.look.web.app import render_page
 from rollmill.tasks.look.web.run_data import RunData
@@ -173,6 +174,11 @@ def test_inspect_shows_them_with_their_price(rollmill: Command, timed_run: RunFo
     assert (values["seconds"], values["process_seconds"]) == (30.0, 90.0)
     assert sum(row["percent"] for row in values["costs"]) == pytest.approx(100.0)
     assert sum(row["price"] for row in values["costs"]) == pytest.approx(0.9)
+    rows = RunFrames([timed_run]).dataset("evaluations").collect()
+    n_inside = sum(row["trajectories"] for row in values["costs"] if row["fate"] == "evaluation")
+    assert f"{len(rows) - n_inside} of {len(rows)} held-out answers are of other times" in rollmill(
+        "inspect", timed_run.location, "--costs"
+    )
     text = rollmill("inspect", timed_run.location, "--costs", "--step", "1")
     assert "of the servers' seconds that made trajectories, 0.0% went to ones not trained on" in text
     assert "1 step took 10.0 s; servers and ranks together had 30.0 s" in text

@@ -18,7 +18,7 @@ LEAST_SHOWN_S = 0.05
 """Seconds below which what was done for no trajectory is not shown."""
 COST_COLUMNS = (
     Column("fate", is_text=True),
-    Column("env", rank=3),
+    Column("env"),
     Column("trajectories", rank=2),
     Column("tokens", rank=4),
     Column("server_s", header="server s", digits=1),
@@ -42,7 +42,10 @@ def select_costs_view(folder: RunFolder, selection: Selection) -> View:
 def make_costs_view(folder: RunFolder, ledger: Ledger, selection: Selection | None = None) -> View:
     """Return the table of costs in the steps of a ledger: the largest first, those of no trajectory last."""
     selection = selection or Selection()
-    costs = RunFrames([folder]).measure_costs(folder, ledger)
+    frames = RunFrames([folder])
+    costs = frames.measure_costs(folder, ledger)
+    n_answers = frames.dataset("evaluations").select(pl.col("trajectory_id").n_unique()).collect().item()
+    n_outside = n_answers - len(costs.filter(pl.col("fate") == EVALUATION))
     whole_s = float(costs.select(pl.col("server_s", "trainer_s").sum().round(6)).sum_horizontal().item())
     if selection.env:
         check_known("--env", selection.env, costs["env"].drop_nulls())
@@ -72,6 +75,11 @@ def make_costs_view(folder: RunFolder, ledger: Ledger, selection: Selection | No
     notes = [
         f"{count_noun(len(ledger.steps), 'step')} took {steps_s:.1f} s; servers and ranks together had {whole_s:.1f} s",
         *_describe_unused(costs),
+        *(
+            [f"{n_outside} of {count_noun(n_answers, 'held-out answer')} are of other times"]
+            if n_outside
+            else []
+        ),
         *limit_notes(len(rows), len(table)),
     ]
     return View(values, f"{folder.name}, what it cost", columns, rows, notes)
