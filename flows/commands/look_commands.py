@@ -203,9 +203,9 @@ def view(
     """Open a local web page of a run: curves, tables, trajectories by token, comparisons; further runs are shown beside it."""
     from rollmill.flows.configuration.recipe import run_tokenizer
     from rollmill.tasks.look.web.app import serve_viewer
-    from rollmill.tasks.store.run.run_search import find_run
+    from rollmill.tasks.store.run.run_search import distinct_runs, find_run
 
-    folder, *others = [find_run(each) for each in runs]
+    folder, *others = distinct_runs(map(find_run, runs))
     serve_viewer(folder, run_tokenizer, port, refresh_s, opens_browser=browser, others=others)
 
 
@@ -222,9 +222,9 @@ def plot(
 ) -> None:
     """Plot a run by step: reward, length, entropy, staleness, drops, seconds; of several runs a line each."""
     from rollmill.tasks.look.terminal.plot import plot_run
-    from rollmill.tasks.store.run.run_search import find_run
+    from rollmill.tasks.store.run.run_search import distinct_runs, find_run
 
-    folder, *others = [find_run(each) for each in runs]
+    folder, *others = distinct_runs(map(find_run, runs))
     typer.echo(plot_run(folder, output, others))
 
 
@@ -374,9 +374,9 @@ def publish(
     """Append the rows of finished steps to tables of a lakehouse, those that they lack; exit status 1: stored rows were replaced."""
     from rollmill.tasks.look.publish.publication import publish_runs
     from rollmill.tasks.look.terminal.output import print_publication
-    from rollmill.tasks.store.run.run_search import find_run
+    from rollmill.tasks.store.run.run_search import distinct_runs, find_run
 
-    published = publish_runs([find_run(each) for each in runs], to, datasets or ())
+    published = publish_runs(distinct_runs(map(find_run, runs)), to, datasets or ())
     print_publication(published, to)
     if published.replaced:
         raise typer.Exit(1)

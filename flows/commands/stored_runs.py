@@ -42,7 +42,7 @@ from rollmill.tasks.store.folders import PARTITION_KEYS, RunFolder
 from rollmill.tasks.store.run.immutable_settings import check_immutable
 from rollmill.tasks.store.run.manifest import check_sources, has_manifest, read_manifest
 from rollmill.tasks.store.run.resume import list_complete_checkpoints
-from rollmill.tasks.store.run.run_search import find_run, is_run, store_root
+from rollmill.tasks.store.run.run_search import distinct_runs, find_run, is_run, store_root
 from rollmill.tasks.store.run.writable_run import OpenRun
 from rollmill.tasks.store.shards.compactor import Compactor
 
@@ -225,7 +225,8 @@ def retrain_config(
         sources = sources or [folder.location]
     else:
         values = preset_values(origin)
-    chosen: dict[str, Any] = {"sources": [find_run(each).absolute for each in sources]} if sources else {}
+    named = distinct_runs(map(find_run, sources))
+    chosen: dict[str, Any] = {"sources": [each.absolute for each in named]} if named else {}
     chosen |= {name: each for name, each in (given or {}).items() if each}
     values["retrain"] = values.get("retrain", {}) | chosen
     with name_override(folder, overrides) if folder else nullcontext():

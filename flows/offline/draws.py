@@ -117,11 +117,8 @@ def _order_groups(config: RunConfig, groups: Sequence[StoredGroup]) -> tuple[Seq
         raise ConfigError("retrain.order_by", order_by, "give either an order or retrain.weight")
     if not order_by and not weight:
         return groups, "random"
-    folders = list(map(find_run, config.retrain.sources))
-    frames, locations = (
-        RunFrames(folders, config.retrain.scores),
-        {each.absolute: each.location for each in folders},
-    )
+    frames = RunFrames(list(map(find_run, config.retrain.sources)), config.retrain.scores)
+    locations = {each.absolute: each.location for each in frames.folders}
     if order_by:
         places = frames.order_groups("retrain.order_by", order_by)
         placed = [(each, places[locations[each.source], each.step, each.group]) for each in groups]

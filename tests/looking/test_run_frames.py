@@ -28,6 +28,7 @@ from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import RunFolder, partition_folder
 from rollmill.tasks.store.logprob_rows import make_logprob_rows
 from rollmill.tasks.store.reader import read, scan
+from rollmill.tasks.store.run.run_search import distinct_runs
 from rollmill.tasks.store.shards.shard import write_shard
 from rollmill.tasks.store.shards.shard_names import ShardName
 from rollmill.tasks.store.shards.writer import RunWriter
@@ -244,10 +245,40 @@ def test_a_run_or_a_scorer_that_is_not_there_is_refused(small_run: RunFolder) ->
 QUERY = "select env, count(*) as n, avg(reward) as mean from trajectories group by env order by env"
 
 
-def test_the_command_prints_a_table_or_json_of_one_run_or_several(rollmill: Command) -> None:
+def test_a_run_that_is_named_twice_counts_once(small_run: RunFolder, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(small_run.local.absolute())
+    names = (small_run.location, f"{small_run.location}/", small_run.absolute, str(tmp_path / "link"))
+    assert len(api.open_run(*names).trajectories.collect()) == len(
+        api.open_run(small_run.location).trajectories.collect()
+    )
+    assert distinct_runs(map(RunFolder, ("s3://b/a", "s3://b/a/", "s3://b/c"))) == [
+        RunFolder("s3://b/a"),
+        RunFolder("s3://b/c"),
+    ]
+
+
+def test_a_wrong_query_whose_error_is_kept_leaves_nothing_of_duckdb() -> None:
+    kept = """
+import ctypes
+import polars as pl
+from rollmill.tasks.errors import ConfigError
+from rollmill.tasks.look.tables.sql_query import run_query
+try:
+    run_query("QUERY", "q", "select nope from t", {"t": lambda: pl.LazyFrame({"a": [1]})})
+except ConfigError as error:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(error))
+"""
+    ended = subprocess.run([sys.executable, "-c", kept], capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
+
+
+def test_the_command_prints_a_table_or_json_of_one_run_or_several(
+    rollmill: Command, small_run: RunFolder, tmp_path: Path
+) -> None:
+    shutil.copytree(small_run.local, tmp_path / "copy")
     rows = json.loads(rollmill("sql", "small", QUERY, "--json"))["rows"]
     assert [(row["env"], row["n"]) for row in rows] == [("addition", 24), ("calculator", 24)]
-    shown = rollmill("sql", "small", "small", QUERY)
+    shown = rollmill("sql", "small", str(tmp_path / "copy"), QUERY)
     assert "2 rows" in shown
     assert [line.split()[:2] for line in shown.splitlines()[-2:]] == [
         ["addition", "48"],

@@ -23,6 +23,7 @@ from rollmill.tasks.look.tables.sql_query import (
 from rollmill.tasks.look.tables.view import Column, View, count_noun, limit_notes
 from rollmill.tasks.store.folders import PartitionValue, RunFolder
 from rollmill.tasks.store.reader import list_scorers, list_steps
+from rollmill.tasks.store.run.run_search import distinct_runs
 from rollmill.tasks.store.schemas import SCHEMAS
 
 TRAJECTORIES, COSTS = "trajectories", "costs"
@@ -62,7 +63,7 @@ class RunFrames:
         >>> by_prompt = trained.group_by("example_id").agg(pl.col("reward").mean()).collect()
 
     Attributes:
-        folders: the runs, in the order given.
+        folders: the runs, in the order given; each once.
     """
 
     def __init__(self, folders: Sequence[RunFolder], scorer: str = "", step: int | None = None) -> None:
@@ -76,7 +77,7 @@ class RunFrames:
         Raises:
             ConfigError: no run has scores of this scorer.
         """
-        self.folders, self._scorer = tuple(folders), scorer
+        self.folders, self._scorer = tuple(distinct_runs(folders)), scorer
         self._of_step: Mapping[str, PartitionValue] = {} if step is None else {"step": step}
         if scorer and not any(scorer in list_scorers(folder) for folder in folders):
             known = sorted({each for folder in folders for each in list_scorers(folder)})
@@ -244,8 +245,7 @@ def view_result(found: pl.DataFrame, limit: int) -> View:
     """Return a table of the first `limit` rows of a query's result; 0: all. It has no JSON values: these would be many rows."""
     shown = found.head(limit or len(found))
     columns = [
-        Column(name, rank=place, is_text=kind == pl.String or kind.is_nested())
-        for place, (name, kind) in enumerate(found.schema.items())
+        Column(name, is_text=kind == pl.String or kind.is_nested()) for name, kind in found.schema.items()
     ]
     return View(
         {},

@@ -57,32 +57,48 @@ def run_query(
         config["memory_limit"] = MOST_MEMORY
     known = f"there are the views {', '.join(views)}"
     try:
-        with duckdb.connect(config=config) as connection:
-            # Listing the files of a data set takes time: only those that the query may read are registered.
-            for name in sorted(set(views) & set(re.findall(r"\w+", query.lower()))):
-                connection.register(name, views[name]())
-            if not connection.extract_statements(query):
-                raise ConfigError(field, given, f"it is empty: give a query, such as select 1; {known}")
-            with _interrupt_after(longest_s, connection.interrupt):
-                result = connection.sql(query)
-                found: pl.DataFrame = pl.DataFrame() if result is None else result.pl()
-            return found
-    except duckdb.CatalogException as error:
-        raise ConfigError(field, given, f"{error}; {known}") from error
-    except duckdb.PermissionException as error:
-        raise ConfigError(field, given, f"{error}; this query reads no files, {known}") from error
-    except duckdb.InterruptException as error:
-        raise ConfigError(field, given, f"it takes longer than {longest_s:g} s; select fewer rows") from error
-    except duckdb.OutOfMemoryException as error:
-        raise ConfigError(
-            field, given, f"it needs more than {MOST_MEMORY} of memory; select fewer rows"
-        ) from error
+        if not duckdb.extract_statements(query):
+            raise ConfigError(field, given, f"it is empty: give a query, such as select 1; {known}")
+        return _query(query, views, config, longest_s)
     except duckdb.Error as error:
-        # An error of Polars in a view that DuckDB reads.
-        is_damaged = "ComputeError" in str(error)
-        raise ConfigError(field, given, f"{error}{_DAMAGE if is_damaged else ''}") from error
+        # Its traceback has DuckDB's connection. Prefect keeps the errors of a flow, and DuckDB prints what is kept until the process ends.
+        raise ConfigError(field, given, _find_remedy(error, known, longest_s)) from error.with_traceback(None)
     except pl.exceptions.PolarsError as error:
-        raise ConfigError(field, given, f"{error}{_DAMAGE}") from error
+        raise ConfigError(field, given, f"{error}{_DAMAGE}") from error.with_traceback(None)
+
+
+def _query(
+    query: str,
+    views: Mapping[str, Callable[[], pl.LazyFrame]],
+    config: dict[str, str | bool | int | float | list[str]],
+    longest_s: float | None,
+) -> pl.DataFrame:
+    import duckdb
+
+    with duckdb.connect(config=config) as connection:
+        # Listing the files of a data set takes time: only those that the query may read are registered.
+        for name in sorted(set(views) & set(re.findall(r"\w+", query.lower()))):
+            connection.register(name, views[name]())
+        with _interrupt_after(longest_s, connection.interrupt):
+            result = connection.sql(query)
+            found: pl.DataFrame = pl.DataFrame() if result is None else result.pl()
+        return found
+
+
+def _find_remedy(error: Exception, known: str, longest_s: float | None) -> str:
+    """Return what to do about an error of DuckDB; `known` lists the views, and the query was to end within `longest_s` seconds."""
+    import duckdb
+
+    if isinstance(error, duckdb.CatalogException):
+        return f"{error}; {known}"
+    if isinstance(error, duckdb.PermissionException):
+        return f"{error}; this query reads no files, {known}"
+    if isinstance(error, duckdb.InterruptException):
+        return f"it takes longer than {longest_s:g} s; select fewer rows"
+    if isinstance(error, duckdb.OutOfMemoryException):
+        return f"it needs more than {MOST_MEMORY} of memory; select fewer rows"
+    # An error of Polars in a view that DuckDB reads.
+    return f"{error}{_DAMAGE if 'ComputeError' in str(error) else ''}"
 
 
 @contextmanager

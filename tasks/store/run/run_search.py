@@ -1,5 +1,7 @@
 """Find a stored run by its location, or by its name below the default `store.root`."""
 
+import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from rollmill.tasks.errors import ConfigError
@@ -40,6 +42,14 @@ def find_run(run: str) -> RunFolder:
             return folder
     remedy = f"there is no run in this folder ({MANIFEST} is missing){_list_runs(StoreConfig().root)}"
     raise ConfigError("RUN", run, remedy)
+
+
+def distinct_runs(folders: Iterable[RunFolder]) -> list[RunFolder]:
+    """Return each run once, as it is first named; names of the same folder may differ, such as a/b, /x/a/b and a link to it."""
+    named: dict[str, RunFolder] = {}
+    for folder in folders:
+        named.setdefault(os.path.realpath(folder.location) if folder.is_local else folder.location, folder)
+    return list(named.values())
 
 
 def _list_runs(root: str) -> str:
