@@ -129,7 +129,7 @@ $(UV): | constraints.txt
 	.venv/bin/pip install --quiet --disable-pip-version-check "$$(grep '^uv==' constraints.txt)"
 
 $(MAIN_STAMP): pyproject.toml constraints.txt | $(UV)
-	@echo "installing flows and trainer in .venv"
+	@echo "installing flows and trainer in .venv, and compiling them: one to five minutes, more on a busy machine"
 	@$(find_compiler); $(INSTALL) --python .venv --constraints constraints.txt --compile-bytecode --editable '.[dev]'
 	@touch $@
 

@@ -287,7 +287,7 @@ def guard_named(field: str, name: str, registered: Mapping[str, str]) -> Iterato
     except (Exception, SystemExit) as error:
         # Foreign code: whatever it raises.
         names, why = ", ".join(sorted(registered)), f"{type(error).__name__}: {user_error_text(error)}"
-        remedy = f"give a registered name ({names}) or an import path package.module:Class ({why}){suggest(name, registered)}"
+        remedy = f"{why}; give a registered name ({names}) or an import path package.module:Class{suggest(name, registered)}"
         raise ConfigError(field, name, remedy) from error
 
 

@@ -1,6 +1,7 @@
 """The panel "Project" of `rollmill --help`: commands that write files of a project, and make its second environment."""
 
 import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,12 @@ def init(
     for file in write_project(folder):
         typer.echo(f"wrote {file}")
     enter = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
-    typer.echo(f"Next: {enter}rollmill setup && rollmill run {PRESET}")
+    vllm_python = Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
+    run = f"rollmill run {PRESET}"
+    # A checkout's environment for vLLM serves its projects, too.
+    setting = shlex.quote(f"serve.python={vllm_python}")
+    run = f"{run} --set {setting}" if vllm_python.exists() else f"rollmill setup && {run}"
+    typer.echo(f"Next: {enter}{run}")
 
 
 @commands.command(rich_help_panel=PANEL)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+import typer
 
 from rollmill.tasks.errors import ConfigError, ServiceError, ServiceStartError
 from rollmill.tasks.processes.machine import process_start
@@ -30,7 +31,9 @@ from rollmill.tasks.processes.python_child import child_environment, python_comm
 HOME = Path(".rollmill/prefect")
 HOST = "127.0.0.1"
 PORT = 4200
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 900.0
+# After so long a start is announced: on a busy machine it takes minutes, and a command would look stuck.
+QUIET_START_S = 10.0
 STOP_GRACE_S = 20.0
 ANSWER_TIMEOUT_S = 10.0
 # Whatever has taken a port need not answer at all.
@@ -203,13 +206,20 @@ def explain_taken_port(port: int) -> str:
 
 
 def _wait_until_healthy(server: Server, home: Path, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
+    started, is_announced = time.monotonic(), False
     while problem := find_problem(server.api_url) or _find_other_listener(server):
         if not server.is_running:
             raise _start_error(server, home, f"it ended while starting: {problem}")
-        if time.monotonic() > deadline:
+        waited_s = time.monotonic() - started
+        if waited_s > timeout_s:
             _end(server.pid, STOP_GRACE_S)
-            raise _start_error(server, home, f"not healthy after {timeout_s:g} s: {problem}")
+            reason = (
+                f"not healthy after {timeout_s:g} s: {problem}; end other work on this machine and try again"
+            )
+            raise _start_error(server, home, reason)
+        if waited_s > QUIET_START_S and not is_announced:
+            is_announced = True
+            typer.echo(f"starting the local Prefect server, at most {timeout_s:g} s", err=True)
         time.sleep(POLL_INTERVAL_S)
 
 

@@ -188,7 +188,7 @@ def _call_checked(name: str, function: Callable[..., Any], *arrays: np.ndarray) 
 def _unknown_advantage(name: str, why: str) -> ConfigError:
     names = (*ADVANTAGES, *find_plugins("advantages"))
     remedy = (
-        f"give a registered name ({', '.join(names)}) or an import path package.module:function "
-        f"({why}){suggest(name, names)}"
+        f"{why}; give a registered name ({', '.join(names)}) or an import path package.module:function"
+        f"{suggest(name, names)}"
     )
     return ConfigError(FIELD, name, remedy)

@@ -125,9 +125,8 @@ def _resolve_term(field: str, scorer: PlugIn, weight: float, config: ScoreConfig
         # The module and the class are foreign code: whatever they raise.
         names = ", ".join(sorted(registered))
         remedy = (
-            f"give a registered name ({names}) or an import path package.module:attribute of a function, or of a "
-            f"class with `score` ({type(error).__name__}: {user_error_text(error)})"
-            f"{suggest(name, registered)}"
+            f"{type(error).__name__}: {user_error_text(error)}; give a registered name ({names}) or an import path "
+            f"package.module:attribute of a function, or of a class with `score`{suggest(name, registered)}"
         )
         raise ConfigError(field, name, remedy) from error
     for what, value in (("name", function.name), ("version", function.version)):

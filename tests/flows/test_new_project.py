@@ -46,7 +46,10 @@ def test_a_project_has_code_whose_tests_pass(tmp_path: Path) -> None:
     made = rollmill(tmp_path, "init", "demo")
     demo = tmp_path / "demo"
     assert (made.returncode, list_files(demo)) == (0, FILES)
-    assert made.stdout.splitlines()[-1] == "Next: cd demo && rollmill setup && rollmill run mine"
+    servers = Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
+    run = "rollmill run mine"
+    run = f"{run} --set serve.python={servers}" if servers.exists() else f"rollmill setup && {run}"
+    assert made.stdout.splitlines()[-1] == f"Next: cd demo && {run}"
     for kind, name in (("loss", "capped"), ("environment", "two_digits"), ("scorer", "mild")):
         written = rollmill(demo, "new", kind, name)
         assert written.returncode == 0

@@ -105,7 +105,7 @@ def test_an_evaluation_may_have_another_scorer() -> None:
 
 FAILURES = {
     "raise": ("failed", "KeyError", "planted_scorers.py:"),
-    "hang": ("failed", "ScoreTimeoutError", "score.timeout_s = 3"),
+    "hang": ("failed", "ScoreTimeoutError", "score.timeout_s = 8"),
     "exit": ("failed", "WorkerDiedError", "exit status 3"),
     "segfault": ("failed", "WorkerDiedError", "SIGSEGV"),
     "sys.exit": ("failed", "WorkerDiedError", "exit status 4"),
@@ -123,7 +123,7 @@ FAILURES = {
 @pytest.mark.slow
 async def test_each_failure_is_a_row_with_its_own_cause_and_the_others_are_scored(rollouts: MakeRows) -> None:
     answers = [each for answer in FAILURES for each in (answer, "fine")]
-    rows = await score(config("act", timeout_s=3), rollouts(answers))
+    rows = await score(config("act", timeout_s=8), rollouts(answers))
     found = zip(answers, rows["status"], rows["error_type"], rows["error"], strict=True)
     for answer, status, error_type, error in found:
         expected_status, expected_type, text = FAILURES.get(answer, ("scored", "", ""))

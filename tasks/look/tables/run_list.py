@@ -16,7 +16,7 @@ COLUMNS = (
     Column("run"),
     Column("state"),
     Column("steps"),
-    Column("planned", rank=4, header="of"),
+    Column("planned", rank=4, header="planned"),
     Column("reward", rank=1, header="held-out reward"),
     Column("greedy_accuracy", rank=2, header="greedy accuracy"),
     Column("created_at", rank=3, header="begun"),

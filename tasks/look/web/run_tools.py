@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from functools import wraps
+from importlib.metadata import version
 from typing import Any
 
 from mcp.server import MCPServer
@@ -101,7 +102,8 @@ class RunTools:
 
 def make_server(find: Callable[[str], RunFolder], root: str) -> MCPServer:
     """Create the server of the tools; an error of Rollmill is the tool's answer."""
-    server, tools = MCPServer("rollmill", instructions=INSTRUCTIONS, log_level="ERROR"), RunTools(find, root)
+    server = MCPServer("rollmill", instructions=INSTRUCTIONS, version=version("rollmill"), log_level="ERROR")
+    tools = RunTools(find, root)
     for call in (tools.list_runs, tools.inspect_run, tools.read_trajectory, tools.query, tools.explain_time):
         server.tool(annotations=ToolAnnotations(read_only_hint=True))(_report_errors(call))
     return server
