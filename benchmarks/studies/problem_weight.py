@@ -1,8 +1,9 @@
-"""Does a weight of problems learn from fewer tokens? A few problems, again and again: each once an epoch, or drawn by what was seen of them.
+"""Do a weight of problems, or stored groups, learn from fewer tokens? A few problems, again and again: each once an epoch, drawn by what was
+seen of them, or with half of a step's groups stored ones.
 
 The quickstart's model, or the calculator's, learns from 160 problems in steps of 32 groups of 8, over the real services, and is
 evaluated on 512 other problems every third step. Counted are the sampled tokens until the mean held-out reward is .85, between the two
-evaluations around it. Runs that are finished below --root are read, not done again.
+evaluations around it. A run has --steps, or half as many more, or twice as many, until it is there. Runs below --root are continued.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 
 import polars as pl
 
@@ -23,10 +24,18 @@ from rollmill.flows.configuration.settings import load
 from rollmill.tasks.rollout.environment import make_environment
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import scan
+from rollmill.tasks.store.run.manifest import read_manifest
+from rollmill.tasks.store.run.resume import list_done_steps
 from tests.stubs.prefect_server import prefect_server
 
 ENVIRONMENTS = {"addition": "quickstart", "calculator": "calculator"}
-WEIGHTS = {"uniform": "", "weighted": "coalesce(reward_std, 1) + 0.05"}
+CHOICES: dict[str, dict[str, object]] = {
+    "uniform": {},
+    "weighted": {"rollout.problem_weight": "coalesce(reward_std, 1) + 0.05"},
+    "stored": {"rollout.replay.share": 0.5},
+}
+LENGTHS = 1.0, 1.5, 2.0
+"""Times --steps: a run that has not reached the target goes on."""
 N_PROBLEMS, EVERY, TARGET = 160, 3, 0.85
 
 
@@ -55,7 +64,7 @@ class FewCalculations(FewProblems):
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """One run: held-out reward at its end, tokens to the target (NaN if it was not reached), share of the groups in the batches."""
+    """One run: held-out reward at its end, tokens to the target (infinite if it was not reached), share of the groups in the batches."""
 
     environment: str
     choice: str
@@ -67,28 +76,35 @@ class Learned:
 
 def settings(environment: str, choice: str, seed: int, steps: int, root: Path) -> RunConfig:
     few = {"addition": FewAdditions, "calculator": FewCalculations}[environment]
-    values = {
+    values: dict[str, object] = {
         "seed": seed,
         "steps": steps,
         "store.root": root,
         "rollout.environment": f"{few.__module__}:{few.__name__}",
-        "rollout.problem_weight": WEIGHTS[choice],
         "evaluate.every": EVERY,
-        "checkpoint.every": steps,
+        "checkpoint.every": steps // 2,
         "observe.task_runs": "events",
-    }
+    } | CHOICES[choice]
     return load(ENVIRONMENTS[environment], tuple(f"{name}={value}" for name, value in values.items()))
 
 
 def measure(environment: str, choice: str, seed: int, steps: int, root: Path) -> Learned:
-    """Run it, unless that is done, and read its figures."""
+    """Run it until the target is reached, and read its figures. Steps that are stored are not done again."""
+    for length in LENGTHS:
+        learned = run(environment, choice, seed, round(length * steps), root)
+        if learned.tokens_to_target < math.inf:
+            break
+    return learned
+
+
+def run(environment: str, choice: str, seed: int, steps: int, root: Path) -> Learned:
     from rollmill.flows.checks.preflight import preflight
     from rollmill.flows.post_train import post_train  # Prefect reads its settings when it is imported
     from rollmill.flows.run.folder import is_finished
 
     name = f"{environment}-{choice}-{seed}"
     folder = RunFolder(str(root / name))
-    if not is_finished(folder):
+    if not is_finished(folder) or len(list_done_steps(folder, read_manifest(folder))) < steps:
         config = settings(environment, choice, seed, steps, root)
         preflight(config)
         asyncio.run(post_train(name, config))
@@ -113,18 +129,18 @@ def measure(environment: str, choice: str, seed: int, steps: int, root: Path) ->
 
 
 def tokens_to(points: list[tuple[int, float]]) -> float:
-    """Tokens at which the reward first reaches TARGET, on the line between the two evaluations around it; NaN: it does not."""
+    """Tokens at which the reward first reaches TARGET, on the line between the two evaluations around it; infinite: it does not."""
     for (tokens, reward), (next_tokens, next_reward) in pairwise(points):
         if next_reward >= TARGET:
             share = (TARGET - reward) / (next_reward - reward) if next_reward > reward else 1.0
             return tokens + max(0.0, share) * (next_tokens - tokens)
-    return math.nan
+    return math.inf
 
 
 def compare(root: Path, seeds: range, steps: int) -> Iterator[Learned]:
     for seed in seeds:
         for environment in ENVIRONMENTS:
-            for choice in WEIGHTS:
+            for choice in CHOICES:
                 yield measure(environment, choice, seed, steps, root)
 
 
@@ -144,16 +160,19 @@ def main() -> None:
                 flush=True,
             )
     ratios = {
-        f"{environment}_tokens_ratio": fmean(
-            weighted.tokens_to_target / uniform.tokens_to_target
+        f"{environment}_{choice}_tokens_ratio": [
+            chosen.tokens_to_target / uniform.tokens_to_target
             for uniform in learned
-            for weighted in learned
-            if (uniform.environment, uniform.choice, weighted.choice) == (environment, "uniform", "weighted")
-            and (uniform.environment, uniform.seed) == (weighted.environment, weighted.seed)
-        )
+            for chosen in learned
+            if (uniform.environment, uniform.choice, chosen.choice) == (environment, "uniform", choice)
+            and (uniform.environment, uniform.seed) == (chosen.environment, chosen.seed)
+        ]
         for environment in ENVIRONMENTS
+        for choice in CHOICES
+        if choice != "uniform"
     }
-    print(json.dumps({"benchmark": "problem_weight"} | ratios | {"runs": [asdict(each) for each in learned]}))
+    figures = {"benchmark": "problem_weight"} | {name: median(each) for name, each in ratios.items()}
+    print(json.dumps(figures | {"ratios": ratios, "runs": [asdict(each) for each in learned]}))
 
 
 if __name__ == "__main__":
