@@ -61,7 +61,9 @@ class Scene:
     ) -> None:
         self.folder, self._changes, self._places = folder, changes, dict(places)
         self._before, self._after = before, after
-        self.environment = {**environment, "PATH": f"{TOOLS}:{os.environ['PATH']}"}
+        # The make that runs the tests, with ARGS for them, is none of a page's make.
+        outside = {name: value for name, value in environment.items() if name not in ("MAKEFLAGS", "MFLAGS")}
+        self.environment = {**outside, "PATH": f"{TOOLS}:{os.environ['PATH']}"}
         self._commands, self._outcomes = list(commands), dict[str, Outcome]()
         self._running: list[subprocess.Popen[str]] = []
         for name in (".venv", ".venv-vllm"):
