@@ -251,7 +251,11 @@ def test_the_command_settings_lists_the_arguments_of_the_plug_ins_that_are_given
         f"score.advantage={path('times')}",
     )
     words = [word for each in given for word in ("--set", each)]
-    lines = CliRunner().invoke(app, ["settings", "quickstart", *words]).output.splitlines()
+    lines = (
+        CliRunner()
+        .invoke(app, ["settings", "quickstart", *words], env={"COLUMNS": "200"})
+        .output.splitlines()
+    )
     at = next(
         number for number, line in enumerate(lines) if line.startswith('score.scorer = "scaled" (fixed): ')
     )

@@ -71,4 +71,6 @@ def test_runs_are_drawn_into_one_picture_unless_their_names_are_the_same(
     picture = tmp_path / "both.png"
     rollmill("plot", "small", other.location, "--output", str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "need different names" in rollmill("plot", "small", small_run.location)
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copytree(small_run.local, tmp_path / "elsewhere" / small_run.name)
+    assert "need different names" in rollmill("plot", "small", str(tmp_path / "elsewhere" / small_run.name))
