@@ -24,10 +24,16 @@ with guard_marked_processes(sys.argv[1]):
 def test_marked_processes_end_when_the_process_of_the_tests_is_killed() -> None:
     marker = uuid.uuid4().hex
     with subprocess.Popen([sys.executable, "-c", TESTS, marker, SERVERS], stdout=subprocess.PIPE) as tests:
-        assert tests.stdout
-        assert tests.stdout.readline() == b"started\n"
-        assert find_marked_processes(marker)
-        tests.kill()
+        try:
+            assert tests.stdout
+            assert tests.stdout.readline() == b"started\n"
+            deadline = time.monotonic() + 30
+            # The environment of a process can be read shortly after it has started.
+            while not find_marked_processes(marker):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        finally:
+            tests.kill()
     deadline = time.monotonic() + 30
     while left := find_marked_processes(marker):
         assert time.monotonic() < deadline, left
