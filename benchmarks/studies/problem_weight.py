@@ -35,7 +35,7 @@ CHOICES: dict[str, dict[str, object]] = {
     "stored": {"rollout.replay.share": 0.5},
 }
 LENGTHS = 1.0, 1.5, 2.0
-"""Times --steps: a run that has not reached the target goes on."""
+"""Times --steps: a run that has not reached the target continues."""
 N_PROBLEMS, EVERY, TARGET = 160, 3, 0.85
 
 

@@ -16,8 +16,8 @@ ENVIRONMENTS = Path(__file__).parents[1] / "rollout"
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Raising", "(RuntimeError: no data ("),
-        ("Ending", "(SystemExit: 0 ("),
+        ("Raising", "RuntimeError: no data ("),
+        ("Ending", "SystemExit: 0 ("),
         ("LongName", "its name is 'xxx"),
         ("ControlName", r"its name is '\x1b[31m'; give a text of 1 to 100 printable"),
         ("HalfName", r"its name is '\ud800'"),
