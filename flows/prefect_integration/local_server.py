@@ -219,7 +219,7 @@ def _wait_until_healthy(server: Server, home: Path, timeout_s: float) -> None:
             raise _start_error(server, home, reason)
         if waited_s > QUIET_START_S and not is_announced:
             is_announced = True
-            typer.echo(f"starting the local Prefect server, at most {timeout_s:g} s", err=True)
+            typer.echo(f"starting the local Prefect server, which may take up to {timeout_s:g} s", err=True)
         time.sleep(POLL_INTERVAL_S)
 
 

@@ -288,15 +288,13 @@ async def open_run(
         AsyncExitStack() as stack,
     ):
         opening = OpenSpan("opening").begin(current_lane())
-        store = opened.store
+        store, rollout, pool = opened.store, config.rollout, ServerPool()
         # In a thread: its import and files take a second, which would block the event loop.
-        rollout = config.rollout
         tokenizer = await asyncio.to_thread(
             ChatTokenizer.load, opened.model, rollout.chat_template, rollout.chat_template_kwargs
         )
         if not adds and (line := describe_altered(list_altered(config))):
             say(line)
-        pool = ServerPool()
         environments = await open_environments(
             config, store.manifest.run, store.folder, tokenizer, pool, stack
         )
