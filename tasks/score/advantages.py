@@ -123,6 +123,8 @@ def normalize_over_batch(advantages: np.ndarray, n_tokens: np.ndarray) -> np.nda
 
     Example: advantages .5, -.5 and 0 with 1, 1 and 2 tokens have mean 0 and variance 1/8: 1.41, -1.41 and 0.
     """
+    if not n_tokens.any():
+        return advantages
     share = n_tokens / n_tokens.sum()
     centred = advantages - (share * advantages).sum()
     variance = (share * centred**2).sum()

@@ -33,6 +33,8 @@ SECRETS = {
 }
 OF_SERVICES = ("VLLM_API_KEY", "ROLLMILL_TRAINER_TOKEN")
 """Variables in which launched services get the keys that were made for them."""
+ENDED = {"Completed", "Cancelled", "RolledBack"}
+"""States in which a cancelled run may leave its task runs. Prefect calls one that the cancellation met at its very end RolledBack."""
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +89,8 @@ async def test_a_run_on_s3_that_is_cancelled_while_it_samples_is_finished_by_ret
             secrets = SECRETS | keys_of_services(run)
             await run.cancelled(flow_run)
             assert not verify_run(run.folder).findings
-            assert await run.work(flow_run) == {"Completed", "Cancelled"}
+            states = await run.work(flow_run)
+            assert {"Completed", "Cancelled"} <= states <= ENDED
 
             set_stub()
             await run.retried(flow_run)
@@ -122,7 +125,7 @@ async def test_a_paused_run_ends_between_two_steps_and_a_resumed_one_runs_until_
             await run.when_steps(flow_run, n_steps + 1)
             await run.cancelled(flow_run)
             assert not verify_run(run.folder).findings
-            assert await run.work(flow_run) <= {"Completed", "Cancelled"}
+            assert await run.work(flow_run) <= ENDED
             await check_no_secret(run, flow_run, secrets)
 
 

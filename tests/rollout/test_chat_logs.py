@@ -321,6 +321,12 @@ def test_calls_as_objects_and_reasoning_in_a_field_are_read() -> None:
     assert found.turn_digests()[0] == parse(messages=[ASKED, CALLING]).turn_digests()[0]
 
 
+def test_reasoning_beside_content_in_parts_is_read() -> None:
+    parts = [{"type": "text", "text": "7"}, {"type": "text", "text": "."}]
+    thinking = {"role": "assistant", "content": parts, "reasoning": "hm"}
+    assert parse(messages=[ASKED, thinking]).messages[1].content == "<think>\nhm\n</think>\n\n7."
+
+
 def test_files_that_are_no_logs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text("hello\n")
     (tmp_path / "broken.parquet").write_text("hello\n")

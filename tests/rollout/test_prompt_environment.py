@@ -49,6 +49,15 @@ async def test_a_share_is_held_out_and_each_problem_is_in_one_split(tmp_path: Pa
     assert 20 < len(held_out) < 60
 
 
+async def test_long_conversations_are_split_by_all_that_they_say(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hi"}] * 7
+    asked = [[*turns, {"role": "user", "content": row["question"]}, *turns[1:]] for row in ROWS]
+    pl.DataFrame({"question": asked, "answer": "7"}).write_parquet(tmp_path / "rows.parquet")
+    environment = prompts(tmp_path / "rows.parquet", held_out_share=0.2)
+    assert 20 < environment.size("held_out") < 60
+    assert environment.size("held_out") + environment.size("train") == len(ROWS)
+
+
 async def test_the_answer_is_what_the_pattern_finds_and_more_columns_go_to_the_scorer(tmp_path: Path) -> None:
     held_out = tmp_path / "held_out.jsonl"
     jsonl(tmp_path, list(ROWS[3:])).rename(held_out)

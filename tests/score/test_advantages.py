@@ -94,6 +94,10 @@ def test_advantages_that_are_all_alike_stay_finite_over_the_batch() -> None:
     assert normalize_over_batch(np.zeros(3), np.array([1, 2, 3])).tolist() == [0.0, 0.0, 0.0]
 
 
+def test_a_batch_without_tokens_keeps_its_advantages() -> None:
+    assert normalize_over_batch(np.array([0.5, -0.5]), np.array([0, 0])).tolist() == [0.5, -0.5]
+
+
 def compute_outcome(advantage: str, group: int, rewards: list[float], **settings: object) -> GroupOutcome:
     survivors = tuple(
         Survivor(f"{group}.{i}", i, "addition", 3 + i, reward, 0, i == 1) for i, reward in enumerate(rewards)

@@ -153,8 +153,12 @@ def _normalize(wire: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message with its reasoning in its text, and with calls whose ids and arguments are texts, as OpenAI has them."""
     normal = dict(wire)
     reasoning = normal.pop("reasoning_content", None) or normal.pop("reasoning", None)
-    if isinstance(reasoning, str) and isinstance(wire.get("content"), str | None):
-        normal["content"] = f"<think>\n{reasoning}\n</think>\n\n{wire.get('content') or ''}"
+    if isinstance(reasoning, str):
+        thought, content = f"<think>\n{reasoning}\n</think>\n\n", wire.get("content") or ""
+        if isinstance(content, str):
+            normal["content"] = thought + content
+        elif isinstance(content, list):
+            normal["content"] = [{"type": "text", "text": thought}, *content]
     if not isinstance(wire.get("tool_calls"), list):
         return normal
     calls = []

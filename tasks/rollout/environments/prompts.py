@@ -133,13 +133,18 @@ def read_problems(config: PromptsConfig) -> Mapping[Split, Problems]:
         is_train, is_held_out = _split_by_column(config, frame)
     else:
         # By the problem's text and not by its row, so that equal problems are in one split.
-        crcs = (zlib.crc32(str(problem).encode()) for problem in frame[config.prompt_column])
+        problems = frame[config.prompt_column].to_list()
+        crcs = (zlib.crc32(_text_of(problem).encode()) for problem in problems)
         is_held_out = np.fromiter(crcs, np.int64, len(frame)) < config.held_out_share * CRC_RANGE
         is_train = ~is_held_out
     return {
         "train": Problems(frame, np.flatnonzero(is_train), config.path),
         "held_out": Problems(frame, np.flatnonzero(is_held_out), config.path),
     }
+
+
+def _text_of(problem: object) -> str:
+    return problem if isinstance(problem, str) else json.dumps(problem, default=str)
 
 
 def _find_held_out_path(config: PromptsConfig) -> str:
