@@ -18,7 +18,7 @@ from rollmill.tasks.store.run.immutable_settings import get_setting
 from rollmill.tasks.store.run.manifest import read_manifest
 from rollmill.tasks.train.config import StartModelRecipe
 
-RECIPE_VERSION = 2
+RECIPE_VERSION = 3
 # Weights as safetensors, settings and tokenizer; neither code nor pickles.
 PATTERNS = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
 

@@ -111,21 +111,22 @@ def _in_words(a: int, b: int, operator: str) -> tuple[str, str]:
     return words[operator], expression
 
 
-# Probabilities of an answer without a call, another operator, a misread number and a miscopied result.
-WITHOUT_CALL, WRONG_OPERATOR, MISREAD, MISCOPIED = 0.3, 0.2, 0.15, 0.15
+# Probabilities of an answer without a call for each operator, and of another operator, a misread number and a miscopied result.
+WITHOUT_CALL = MappingProxyType({"*": 0.3, "+": 0.65, "-": 0.65})
+WRONG_OPERATOR, MISREAD, MISCOPIED = 0.2, 0.15, 0.15
 
 
 def noisy_student(problem: str, expression: str, random: np.random.Generator) -> tuple[Message, ...]:
     """Return one noisy conversation for the warm-up corpus.
 
-    30 % answer without a call, with one wrong digit. The others call the calculator, some with another operator or a wrong
-    digit in a number, and copy the result, some with a wrong digit.
+    65 % of sums and differences and 30 % of products are answered without a call, with the first number of the problem. For
+    the others the calculator is called, sometimes with another operator or a wrong digit in a number, and its result is
+    copied, sometimes with a wrong digit.
     """
     opening = Message("user", problem)
-    result = calculate(f"<{expression}>").removesuffix("|")
-    if random.random() < WITHOUT_CALL:
-        return opening, Message("assistant", _off_by_a_digit(result, random))
     a, operator, b = re.split(r"([-+*])", expression)
+    if random.random() < WITHOUT_CALL[operator]:
+        return opening, Message("assistant", a)
     if random.random() < WRONG_OPERATOR:
         operator = str(random.choice([each for each in "*+-" if each != operator]))
     a, b = (_off_by_a_digit(each, random) if random.random() < MISREAD else each for each in (a, b))
