@@ -87,7 +87,7 @@ def test_of_a_collection_only_settings_that_it_does_not_read_may_change(tmp_path
 
 def test_a_finished_run_is_refused_unless_it_gets_more_steps(tmp_path: Path) -> None:
     create_run(tmp_path, "finished")
-    same, more = (load("quickstart", (f"store.root={tmp_path}", each)) for each in ("steps=50", "steps=51"))
+    same, more = (load("quickstart", (f"store.root={tmp_path}", each)) for each in ("steps=40", "steps=41"))
     with pytest.raises(RunFinishedError, match="--again"):
         check_resumable(run_folder("quickstart", same), same)
     check_resumable(run_folder("quickstart", more), more)

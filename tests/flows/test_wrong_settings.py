@@ -563,11 +563,11 @@ def test_numbers_that_nothing_can_have_are_refused(setting: str) -> None:
             ("rollout.max_staleness=1000",),
             "rollout.max_staleness = 1000: trajectories more than 32 policy versions old",
         ),
-        (("train.warmup_steps=1000000",), "train.warmup_steps = 1000000: the run has 50 updates"),
-        (("checkpoint.every=1000000",), "checkpoint.every = 1000000: the run has 50 steps"),
+        (("train.warmup_steps=1000000",), "train.warmup_steps = 1000000: the run has 40 updates"),
+        (("checkpoint.every=1000000",), "checkpoint.every = 1000000: the run has 40 steps"),
         (
             ("train.lr_decay=linear", "train.lr_decay_updates=20"),
-            "train.lr_decay_updates = 20: the run has 50 updates, and the learning rate is 0 after that many",
+            "train.lr_decay_updates = 20: the run has 40 updates, and the learning rate is 0 after that many",
         ),
         (
             (

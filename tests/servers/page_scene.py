@@ -26,6 +26,7 @@ STAYS = {
     r"rollmill improve (?!.*--yes)": "paused until somebody approves it",
 }
 """What runs until it is ended or approved: its test waits for this in its output, and leaves it running; empty: it prints nothing."""
+FROM_MAKE = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "ARGS")
 OVER = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 FLOW_RUN = re.compile(r"flow-run/([0-9a-f-]{36})")
 LONGEST_S = 900.0
@@ -62,7 +63,7 @@ class Scene:
         self.folder, self._changes, self._places = folder, changes, dict(places)
         self._before, self._after = before, after
         # The make that runs the tests, with ARGS for them, is none of a page's make.
-        outside = {name: value for name, value in environment.items() if name not in ("MAKEFLAGS", "MFLAGS")}
+        outside = {name: value for name, value in environment.items() if name not in FROM_MAKE}
         self.environment = {**outside, "PATH": f"{TOOLS}:{os.environ['PATH']}"}
         self._commands, self._outcomes = list(commands), dict[str, Outcome]()
         self._running: list[subprocess.Popen[str]] = []
