@@ -17,6 +17,7 @@ from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import scan
 from tests.stubs.prefect_server import prefect_server
 
+ROOT = Path(__file__).parents[2]
 Means: TypeAlias = dict[int, float]
 """Means by policy version."""
 
@@ -31,6 +32,8 @@ class Commands:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._done = folder, folder / "cpu_s.json"
+        if not (folder / ".venv-vllm").exists():
+            (folder / ".venv-vllm").symlink_to(ROOT / ".venv-vllm")
         self.cpu_s: dict[str, float] = json.loads(self._done.read_text()) if self._done.exists() else {}
 
     def run(self, name: str, *arguments: str) -> str:

@@ -16,10 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.studies.commands import Commands, commands_of
+from benchmarks.studies.commands import ROOT, Commands, commands_of
 from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tutorials" / "improve.md"
 LONGEST_START_S = 600.0
 IMPROVE = (
@@ -37,7 +36,7 @@ def served(commands: Commands, model: Path) -> Iterator[str]:
     process = LaunchedProcess.start(
         "vLLM server",
         [
-            *(str(ROOT / ".venv-vllm" / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"),
+            *(".venv-vllm/bin/python", "-m", "vllm.entrypoints.openai.api_server"),
             *(*arguments, "--chat-template", "plain.jinja", "--middleware", middleware),
         ],
         log=commands.folder / "vllm.log",

@@ -18,10 +18,10 @@ def publish(commands: Commands, steps: int) -> None:
     commands.run("run", *length, "--set", f"steps={steps}")
     for each in FORMATS:
         for when in ("all", "again"):
-            commands.run(f"{each}-{when}", "publish", "sampled", "--to", f"{each}:lake-{each}")
+            commands.run(f"{each}-{when}", "publish", "sampled", "--to", f"{each}:./lake-{each}")
     commands.run("run-on", *length, "--set", f"steps={steps + 1}")
     for each in FORMATS:
-        commands.run(f"{each}-last", "publish", "sampled", "--to", f"{each}:lake-{each}")
+        commands.run(f"{each}-last", "publish", "sampled", "--to", f"{each}:./lake-{each}")
 
 
 def main() -> None:

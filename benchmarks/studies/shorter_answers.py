@@ -7,13 +7,12 @@ train on those of its first ten steps, or of all steps. Held-out rewards are tho
 import argparse
 import json
 import re
-from pathlib import Path
 
 import polars as pl
 
-from benchmarks.studies.commands import Commands, Means, commands_of, mean_by_version
+from benchmarks.studies.commands import ROOT, Commands, Means, commands_of, mean_by_version
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "rescoring.md"
+PAGE = ROOT / "docs" / "how-to" / "rescoring.md"
 SCORER = re.compile(r"```python\n(.*?class Estimate:.*?)```", re.DOTALL)
 OFF_POLICY = ("--set", "train.loss=cispo", "--set", "train.clip_low=1", "--set", "train.clip_high=1")
 FIRST_STEPS = ("--where", "step < 10")

@@ -1,6 +1,7 @@
-"""A number to guess in five turns: `12 to 40:`, guess `26?`, hint `lower:`, guess `18?`, ..."""
+"""A number to guess in five turns: `12 to 30:`, guess `21?`, hint `lower:`, guess `16?`, ..."""
 
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -10,7 +11,7 @@ import numpy as np
 
 from rollmill.tasks.rollout.environment import Episode, Example, Message, Split, select_split
 
-LOWS, WIDTHS = range(10, 70), range(20, 31)
+LOWS, WIDTHS = range(10, 80), range(15, 21)
 MAX_GUESSES = 5
 GUESS = re.compile(r"(\d{1,4})\?")
 
@@ -25,9 +26,9 @@ class Secret:
 
 
 class Guess:
-    """Environment in which the policy guesses a number in a range of width 20 to 30, with hints.
+    """Environment in which the policy guesses a number in a range of width 15 to 20, with hints.
 
-    One problem in five is held out, chosen by its crc32.
+    One range in five is held out, chosen by its crc32.
     """
 
     name = "guess"
@@ -94,24 +95,33 @@ def _opening(low: int, high: int) -> str:
 @cache
 def _split_secrets(split: Split) -> tuple[Secret, ...]:
     """Return the numbers to guess of a split, with their ranges."""
-    every = [Secret(low, low + width, low + n) for low in LOWS for width in WIDTHS for n in range(width + 1)]
-    return select_split({f"{each.low} {each.high} {each.number}": each for each in every}, split)
+    ranges = {f"{low} {low + width}": (low, low + width) for low in LOWS for width in WIDTHS}
+    secrets = {
+        f"{low} {high} {number}": Secret(low, high, number)
+        for low, high in select_split(ranges, split)
+        for number in range(low, high + 1)
+    }
+    return tuple(secrets[key] for key in sorted(secrets, key=lambda key: zlib.crc32(key.encode())))
+
+
+# Probabilities of the middle of the numbers that are still possible, and of the lowest of them.
+MIDDLE, LOWEST = 0.3, 0.6
 
 
 def noisy_student(secret: Secret, random: np.random.Generator) -> tuple[Message, ...]:
     """Return one noisy game for the warm-up corpus.
 
-    A quarter of the guesses is the middle of the numbers that are still possible, half is any of those, and a quarter is
-    any number of the whole range.
+    60 % of the guesses are the lowest number that is still possible, 30 % are the middle of those, and the others are any
+    number of the whole range.
     """
     low, high = secret.low, secret.high
     messages = [Message("user", _opening(low, high))]
     for turn in range(MAX_GUESSES):
         draw = random.random()
-        if draw < 0.25:
+        if draw < MIDDLE:
             guess = (low + high) // 2
-        elif draw < 0.75:
-            guess = int(random.integers(low, high + 1))
+        elif draw < MIDDLE + LOWEST:
+            guess = low
         else:
             guess = int(random.integers(secret.low, secret.high + 1))
         messages.append(Message("assistant", f"{guess}?"))
