@@ -276,7 +276,7 @@ class Parity:
 
     def __init__(self, run: ServedRun, trainer: TrainerClient) -> None:
         self._run, self._trainer = run, trainer
-        self._window = ParityWindow(run.config.serve.dtype, _read_differences(run.folder))
+        self._window = ParityWindow(_read_differences(run.folder))
         self._expected, self._sequences = Latest[list[list[float]]](), Latest[Sequence[np.ndarray]]()
         # Of the next version's sequences, by the weights before the update.
         self._trainer_before: tuple[str, list[list[float]]] = "", []
@@ -317,8 +317,8 @@ class Parity:
                 scored = await score_by_server(server, sequences, limit_s)
                 self._servers_before[server] = str(version), scored
 
-    async def compare(self, server: VllmClient, version: PolicyVersion) -> ParityResult:
-        """Compare a server's log-probabilities with the trainer's.
+    async def compare(self, server: VllmClient, version: PolicyVersion, *, is_exact: bool) -> ParityResult:
+        """Compare a server's log-probabilities with the trainer's; `is_exact`: they compute in single precision on CPUs.
 
         Raises:
             SyncError: they were not measured in time.
@@ -336,7 +336,7 @@ class Parity:
         )
         differences = LogprobDifferences.measure(expected, found)
         movement = self._measure_movement(server, version, expected, found)
-        alarm = self._window.find_excess(differences)
+        alarm = self._window.find_excess(differences, is_exact=is_exact)
         if movement and movement.is_stale:
             alarm = (
                 f"the update moved its log-probabilities {movement.slope:.2g} times as far as the trainer's, and "

@@ -389,10 +389,11 @@ class WeightSync(PolicyServers):
                 server.url, str(version), tuple(f"{each} (live)" for each in response.differing)
             )
         self._calls += 1
+        is_exact = await self._is_exact(version)
         with within(process=server.url, lane="parity"), span("parity") as comparing, one_error():
             async with asyncio.TaskGroup() as group:
                 checksums = group.create_task(self._offered.compare(server.url, version, response.checksums))
-                parity = group.create_task(self.parity.compare(server, version))
+                parity = group.create_task(self.parity.compare(server, version, is_exact=is_exact))
                 name = group.create_task(server.version())
                 await asyncio.wait([parity, name])
                 await wait_for_others(WAITING_FOR_TRAINER, FIRST_RANK, checksums)
@@ -421,11 +422,11 @@ class WeightSync(PolicyServers):
     ) -> None:
         """Log a warning if a server whose log-probabilities look wrong has the trainer's weights.
 
-        Log-probabilities alone never end a server in half precision, where correct weights may look wrong.
+        Log-probabilities alone never end a server where kernels round, since correct weights may look wrong.
 
         Raises:
             ChecksumError: its weights differ.
-            ParityError: its weights cannot be compared, and in single precision the alarm is certain.
+            ParityError: its weights cannot be compared, and where kernels are exact the alarm is certain.
         """
         where = f"server {server.url} at version {version.version}"
         if not uncompared:
@@ -438,13 +439,18 @@ class WeightSync(PolicyServers):
         except ChecksumError:
             raise
         except (SyncError, RequestError) as error:
-            if self.run.config.serve.dtype == "float32":
+            if await self._is_exact(version):
                 raise ParityError(server.url, str(version), alarm) from error
             say(
                 f"{where}: {alarm}. It keeps serving: its weights cannot be compared with the trainer's ({error})"
             )
         else:
             say(f"{where}: {alarm}. It keeps serving: all its weights were compared and are the trainer's")
+
+    async def _is_exact(self, version: PolicyVersion) -> bool:
+        """Return True if trainer and servers compute in single precision, without a GPU, whose kernels multiply in fewer bits."""
+        offer = await self._offered.offer(version)
+        return self.run.config.serve.dtype == "float32" and offer.location.device == "cpu"
 
     async def _verify_whole(self, server: VllmClient, version: PolicyVersion) -> float:
         """Compare every tensor and the live model of a server with the trainer; returns the seconds that it took.

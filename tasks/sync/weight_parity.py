@@ -96,13 +96,13 @@ class LogprobDifferences:
 NOT_COMPARED = LogprobDifferences()
 
 FLOAT32_LIMITS = LogprobDifferences(2e-5, 1e-4)
-"""Accepted in single precision, where kernels of trainer and server differ by up to 3e-5 nats."""
+"""Accepted in single precision on CPUs, where kernels of trainer and server differ by up to 3e-5 nats."""
 
 START_LIMITS = LogprobDifferences(0.1, 1.0)
 """Accepted in any precision for the start model; servers that compute another function differ by whole nats."""
 
 WINDOW = 64
-"""Comparisons that accepted differences follow, in half precision: some steps of several servers."""
+"""Comparisons that accepted differences follow where kernels round: some steps of several servers."""
 
 # In runs of the quickstart in bfloat16 the largest mean was 3.0 times the median of the syncs before, and the largest quantile, of
 # few tokens, 5.1 times.
@@ -110,22 +110,18 @@ _MEAN_FACTOR, _HIGH_FACTOR = 5.0, 10.0
 
 
 class ParityWindow:
-    """The differences accepted at a sync: fixed in single precision, in others a multiple of the median of recent syncs, at most START_LIMITS.
+    """The differences accepted at a sync: a multiple of the median of recent syncs, at most START_LIMITS; fixed where kernels are exact.
 
     Args:
-        dtype: of the served weights.
         earlier: differences of earlier syncs with correct weights, the oldest first.
     """
 
-    def __init__(self, dtype: str, earlier: Iterable[LogprobDifferences] = ()) -> None:
-        self._is_exact = dtype == "float32"
+    def __init__(self, earlier: Iterable[LogprobDifferences] = ()) -> None:
         self._recent = deque((each for each in earlier if not math.isnan(each.mean)), WINDOW)
 
     @property
     def limits(self) -> LogprobDifferences:
         """The largest accepted mean and high quantile; `largest` is NaN, since nothing is decided by it."""
-        if self._is_exact:
-            return FLOAT32_LIMITS
         if not self._recent:
             return START_LIMITS
         mean = float(np.median([each.mean for each in self._recent]))
@@ -147,9 +143,9 @@ class ParityWindow:
             )
             self._recent.append(clipped)
 
-    def find_excess(self, differences: LogprobDifferences) -> str:
-        """Return which statistic is above its limit, as `find_excess` does."""
-        return find_excess(differences, self.limits)
+    def find_excess(self, differences: LogprobDifferences, *, is_exact: bool) -> str:
+        """Return which statistic is above its limit, as `find_excess` does; `is_exact`: above FLOAT32_LIMITS."""
+        return find_excess(differences, FLOAT32_LIMITS if is_exact else self.limits)
 
 
 def find_excess(differences: LogprobDifferences, limits: LogprobDifferences) -> str:

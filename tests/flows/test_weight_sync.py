@@ -422,15 +422,26 @@ async def test_a_server_with_the_trainers_weights_is_never_ended_for_its_log_pro
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_a_server_whose_weights_cannot_be_compared_is_ended_in_single_precision_only(
-    fleet_of, dtype: str
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+async def test_a_server_whose_weights_cannot_be_compared_is_ended_in_single_precision_on_cpus_only(
+    fleet_of, dtype: str, device: str
 ) -> None:
     fleet = fleet_of(1, dtype)
+    fleet.trainer.location = ProcessLocation("here", device)
     (server,) = fleet.services
     server.shift, server.uncompared = 5.0, ("layers.0",)
     server.unverifiable = RequestError("500 a second copy of the model needs up to 9 MiB")
     await fleet.servers.update(AT[1])
-    assert (fleet.admitted == {"http://0"}) == (dtype == "bfloat16")
+    assert (fleet.admitted == {"http://0"}) == ((dtype, device) != ("float32", "cpu"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+async def test_rounding_of_a_gpus_kernels_in_single_precision_is_no_alarm(fleet_of, device: str) -> None:
+    fleet = fleet_of(1)
+    fleet.trainer.location = ProcessLocation("here", device)
+    fleet.services[0].shift = 0.0014
+    (report,) = await fleet.servers.update(AT[1])
+    assert report.alarmed == (device == "cpu")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -38,24 +38,26 @@ def test_a_missing_token_is_an_error() -> None:
         LogprobDifferences.measure([[-1.0, -1.0, -2.0]], [np.array([-1.0, -1.0])])
 
 
-def test_float32_has_fixed_limits_whatever_came_before() -> None:
-    window = ParityWindow("float32", [USUAL])
-    assert window.limits is FLOAT32_LIMITS
-    assert "on average; the limit is 2e-05" in window.find_excess(USUAL)
+def test_exact_kernels_have_fixed_limits_whatever_came_before() -> None:
+    window = ParityWindow([USUAL])
+    assert "on average; the limit is 2e-05" in window.find_excess(USUAL, is_exact=True)
+    assert not window.find_excess(FLOAT32_LIMITS, is_exact=True)
 
 
-def test_half_precision_is_compared_with_the_median_of_earlier_syncs() -> None:
-    window = ParityWindow("bfloat16", [USUAL, LogprobDifferences(0.1, 1.0, 3.0), USUAL])
+def test_kernels_that_round_are_compared_with_the_median_of_earlier_syncs() -> None:
+    window = ParityWindow([USUAL, LogprobDifferences(0.1, 1.0, 3.0), USUAL])
     assert window.limits.mean == pytest.approx(0.005)
     assert window.limits.high == pytest.approx(0.1)
-    assert not window.find_excess(LogprobDifferences(0.0049, 0.099, 100.0)), "one token alone raises no alarm"
-    assert "on average" in window.find_excess(LogprobDifferences(0.0051, 0.01, 0.2))
-    assert "at the 99% quantile" in window.find_excess(LogprobDifferences(0.001, 0.101, 0.2))
-    assert window.find_excess(LogprobDifferences())
+    assert not window.find_excess(LogprobDifferences(0.0049, 0.099, 100.0), is_exact=False), (
+        "one token alone raises no alarm"
+    )
+    assert "on average" in window.find_excess(LogprobDifferences(0.0051, 0.01, 0.2), is_exact=False)
+    assert "at the 99% quantile" in window.find_excess(LogprobDifferences(0.001, 0.101, 0.2), is_exact=False)
+    assert window.find_excess(LogprobDifferences(), is_exact=False)
 
 
 def test_the_window_forgets_old_syncs_and_skips_those_without_a_comparison() -> None:
-    window = ParityWindow("bfloat16")
+    window = ParityWindow()
     assert window.limits is START_LIMITS
     for _ in range(WINDOW):
         window.accept(LogprobDifferences(0.05, 0.5, 1.0))
@@ -66,10 +68,10 @@ def test_the_window_forgets_old_syncs_and_skips_those_without_a_comparison() -> 
 
 
 def test_a_server_that_computes_another_function_is_reported_at_every_sync() -> None:
-    window = ParityWindow("bfloat16", [USUAL])
+    window = ParityWindow([USUAL])
     for _ in range(3 * WINDOW):
         wrong = LogprobDifferences(3.0, 9.0, 20.0)
-        assert window.find_excess(wrong)
+        assert window.find_excess(wrong, is_exact=False)
         window.accept(wrong)
     assert (window.limits.mean, window.limits.high) == (START_LIMITS.mean, START_LIMITS.high)
 
