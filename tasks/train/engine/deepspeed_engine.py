@@ -13,10 +13,11 @@ from rollmill.tasks.observe.spans import span
 from rollmill.tasks.train.collectives import times
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.lora import add_adapters
+from rollmill.tasks.train.engine.memory_plan import REDUCE_ELEMENTS
 from rollmill.tasks.train.engine.optimizer_state import OptimizerState
 from rollmill.tasks.train.engine.partitioned_loading import load_trained
 from rollmill.tasks.train.engine.policy_model import PolicyModel, check_experts, recompute_activations
-from rollmill.tasks.train.engine.private_deepspeed import deepspeed, set_max_norm
+from rollmill.tasks.train.engine.private_deepspeed import deepspeed, set_max_norm, whole_shape
 from rollmill.tasks.train.engine.routing_replay import RoutingReplay
 from rollmill.tasks.train.packing.layout import choose_layout
 from rollmill.tasks.train.packing.micro_batch import MicroBatch
@@ -90,19 +91,21 @@ class Engine:
         # The host runs ahead of a GPU: without waiting, a part's seconds would be booked to later parts.
         self._waits_for_device = device.type == "cuda"
         self._is_plain = config.zero_stage == 0
+        trained = [each for each in model.parameters() if each.requires_grad]
         optimizer = torch.optim.AdamW(
-            [each for each in model.parameters() if each.requires_grad],
+            trained,
             lr=config.lr,
             betas=config.betas,
             eps=ADAMW_EPS,
             weight_decay=0.0,
             fused=True,
         )
-        settings = _deepspeed_settings(config, model.config.get_text_config().hidden_size)
+        n_trained = sum(math.prod(whole_shape(each)) for each in trained)
+        settings = _deepspeed_settings(config, model.config.get_text_config().hidden_size, n_trained)
         self._reduces_always = config.zero_stage >= _ZERO_2
         # Before DeepSpeed registers its hooks, which communicate: hooks run in the order of registration.
         if self.world_size > 1:
-            times.watch_gradients([each for each in model.parameters() if each.requires_grad])
+            times.watch_gradients(trained)
         self._engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
         # DeepSpeed steps this optimizer for applied updates alone. Parameter groups would change how ZeRO divides parameters.
         self._decay_hook = optimizer.register_step_pre_hook(self._decay_matrices)
@@ -219,9 +222,12 @@ class Engine:
         self._engine.destroy()
 
 
-def _deepspeed_settings(config: TrainConfig, hidden_size: int) -> dict[str, Any]:
-    """DeepSpeed's configuration."""
+def _deepspeed_settings(config: TrainConfig, hidden_size: int, n_trained: int) -> dict[str, Any]:
+    """DeepSpeed's configuration for a model with `n_trained` trained parameters."""
+    # By default DeepSpeed rounds the sum of the gradients to bfloat16, in a copy, to send it to other ranks: without any, too.
+    is_alone = config.ranks == config.zero_stage == 1 and config.offload == "none"
     return {
+        **({"communication_data_type": "fp32"} if is_alone else {}),
         "train_micro_batch_size_per_gpu": 1,
         # DeepSpeed divides by nothing but the ranks: the denominator of the loss is in `backward_scale`.
         "gradient_accumulation_steps": 1,
@@ -238,6 +244,8 @@ def _deepspeed_settings(config: TrainConfig, hidden_size: int) -> dict[str, Any]
             "stage": config.zero_stage,
             **{part: {"device": "cpu", "pin_memory": True} for part in _OFFLOADED[config.offload]},
             "overlap_comm": False,
+            # A buffer has this size, however small the model is.
+            "reduce_bucket_size": min(n_trained, REDUCE_ELEMENTS),
             "stage3_param_persistence_threshold": _PERSISTENT_VECTORS * hidden_size,
         },
         "steps_per_print": None,

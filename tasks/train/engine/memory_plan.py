@@ -20,8 +20,8 @@ GIB = 1 << 30
 HEAD_CHUNK_BYTES = 512 << 20
 _SINGLE = 4
 _MOMENTS = 2
-_REDUCE_ELEMENTS = 500_000_000
-"""DeepSpeed's default reduce_bucket_size: under ZeRO 1 and 2 gradients pass through a buffer of so many."""
+REDUCE_ELEMENTS = 500_000_000
+"""Largest reduce_bucket_size: under ZeRO 1 and 2 gradients pass through a buffer of so many."""
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What models call the number of a layer's experts in their config.json."""
 _GEMMA = ("gemma2", "gemma3_text")
@@ -113,7 +113,7 @@ class MemoryPlan:
 
     Attributes:
         weights: in the type that the model computes with, frozen weights below adapters included.
-        gradients: accumulated until the update.
+        gradients: accumulated until the update; under ZeRO 1 DeepSpeed also keeps those of a micro-batch in bfloat16.
         optimizer: AdamW's moments, and the single-precision weights that ZeRO keeps as well.
         activations: of one micro-batch, between forward and backward.
         logits: of one chunk of tokens at the output head.
@@ -141,7 +141,8 @@ def plan_memory(sizes: ModelSizes, config: TrainConfig) -> MemoryPlan:
     """Compute the peak memory of one of the `config.ranks` ranks that train a model.
 
     A trained parameter takes 4 bytes of weight, 4 of gradient and 8 of moments in single precision without
-    ZeRO; in bfloat16 2 of weight, 4 of gradient, 4 of single-precision weight and 8 of moments. ZeRO 1 divides
+    ZeRO; in bfloat16 2 of weight, 4 of gradient, 4 of single-precision weight and 8 of moments, and under ZeRO 1 without offloading 2 more of
+    gradient, and another 2 to send it to other ranks. ZeRO 1 divides
     what the optimizer keeps by the number of ranks, ZeRO 2 the gradients too, ZeRO 3 the weights too. Frozen weights have
     neither gradient nor moments. Offloading takes gradients along with what the optimizer keeps.
     """
@@ -152,9 +153,14 @@ def plan_memory(sizes: ModelSizes, config: TrainConfig) -> MemoryPlan:
     trained = adapters or n
     share = [1 if stage < least else config.ranks for least in (1, 2, 3)]
     weights = (n + adapters) * item / share[2]
-    gradients = trained * _SINGLE / share[1]
+    # What DeepSpeed calls BF16_Optimizer keeps gradients in both formats, and sends all at once.
+    has_both = stage == 1 and config.dtype == "bfloat16" and config.offload == "none"
+    gradients = trained * (_SINGLE / share[1] + item * has_both)
     optimizer = trained * _SINGLE * (_MOMENTS + (stage > 0)) / share[0]
-    bucket = float(min(trained, _REDUCE_ELEMENTS) * item if stage in (1, 2) else 0)
+    bucket = float(
+        min(trained, REDUCE_ELEMENTS) * (_SINGLE if stage == 1 else item) if stage in (1, 2) else 0
+    )
+    buffers = float(trained * item * (config.ranks > 1)) if has_both else bucket
     is_offloaded, has_weights = config.offload != "none", config.offload != "optimizer_and_weights"
     has_copy = config.kl.reference == "frozen" and bool(config.kl.model or not adapters)
     host = (optimizer + gradients) * is_offloaded + weights * (not has_weights)
@@ -167,7 +173,7 @@ def plan_memory(sizes: ModelSizes, config: TrainConfig) -> MemoryPlan:
             _LOGIT_COPIES * min(HEAD_CHUNK_BYTES, config.micro_batch_tokens * sizes.vocabulary * _SINGLE)
         ),
         reference=n * item / share[2] * has_copy,
-        buffers=bucket,
+        buffers=buffers,
         host=host,
     )
 

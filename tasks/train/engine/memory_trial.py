@@ -1,4 +1,4 @@
-"""Trains a model of some 200 million parameters for one step on a GPU, and compares peak memory with the plan: for `rollmill doctor`.
+"""Trains a model of some 200 million parameters for two steps on a GPU, and compares peak memory with the plan: for `rollmill doctor`.
 
 `python -m rollmill.tasks.train.engine.memory_trial SETTINGS.json` reads no setting, and prints a line of JSON for each of two steps,
 with gradient checkpointing and without: MemoryTrial's fields.
@@ -50,7 +50,10 @@ class MemoryTrial:
 
 
 def measure_step(config: TrainConfig, device: torch.device) -> MemoryTrial:
-    """Train the model, with random weights, on two micro-batches and return the peak of a GPU's memory."""
+    """Train the model, with random weights, for two steps of two micro-batches and return the peak of a GPU's memory.
+
+    The optimizer has its moments from the end of the first step on.
+    """
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(
@@ -61,10 +64,11 @@ def measure_step(config: TrainConfig, device: torch.device) -> MemoryTrial:
     rows = [rng.integers(0, _SIZES["vocab_size"], _ROW_TOKENS) for _ in range(n_rows)]
     samples = Samples.from_tokens(rows, [np.arange(_ROW_TOKENS) > 0] * n_rows)
     torch.cuda.reset_peak_memory_stats(device)
-    for is_last in (False, True):
-        batch = engine.packer.micro_batch(samples, list(range(n_rows)), [""])
-        engine.backward(-engine.forward(batch).logprobs.mean(), is_last=is_last)
-    engine.update(1e-6)
+    for _ in range(2):
+        for is_last in (False, True):
+            batch = engine.packer.micro_batch(samples, list(range(n_rows)), [""])
+            engine.backward(-engine.forward(batch).logprobs.mean(), is_last=is_last)
+        engine.update(1e-6)
     peak = torch.cuda.max_memory_allocated(device)
     engine.close()
     planned = plan_memory(ModelSizes.of(model.config.to_dict()), config).total

@@ -55,7 +55,8 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs = log_p.gather(1, targets.unsqueeze(1)).squeeze(1)
         p = log_p.exp()
         # A logit of -inf has p = 0, and 0 * -inf would be NaN.
-        entropies = -torch.linalg.vecdot(p, log_p.clamp_(min=torch.finfo(p.dtype).min))
+        # In place: on a GPU the product would be one more tensor of the logits' size.
+        entropies = -log_p.clamp_(min=torch.finfo(p.dtype).min).mul_(p).sum(dim=1)
         ctx.save_for_backward(p, targets, divisors, entropies)
         # An output without a gradient gets None instead of zeros, so that its [N, V] product is not computed.
         ctx.set_materialize_grads(False)
