@@ -43,7 +43,7 @@ class ServeConfig(StageConfig):
     sleep: bool = setting(
         False,
         "Servers free their GPU's memory while the trainer trains on it, and keep their weights in host memory (vLLM's sleep level 1). "
-        "Needs serve.share_gpus and rollout.max_staleness=0; not run on a GPU.",
+        "Needs serve.share_gpus and rollout.max_staleness=0.",
     )
     dtype: Literal["float32", "bfloat16"] = setting(
         choose_dtype,
