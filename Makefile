@@ -111,7 +111,7 @@ sys.exit(sys.version_info[:2] != (3, 11) or not os.path.exists(header))' 2>/dev/
   then python="$$candidate"; break; fi; \
 done; \
 if [ -z "$$python" ]; then \
-  echo "Rollmill needs Python 3.11 with venv and headers: install it (Debian, Ubuntu: apt install python3.11-venv" \
+  echo "Rollmill needs Python 3.11 with venv and headers: install it (Debian 12: apt install python3.11-venv" \
     "python3.11-dev), or name one: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; \
 fi
 endef
