@@ -119,12 +119,12 @@ def report_pool(pool: GroupPool, config: RunConfig) -> None:
 async def report_draw(run: TrainingRun, draw: Draw, metrics: Sequence[Metric], clock: StepClock) -> None:
     """Store the metrics of a retrained step, and show them on the terminal and in Prefect's UI."""
     reward = Metric("retrain/reward", "all", "value", draw.reward)
-    await store_step(run, draw.step, [*metrics, reward], clock)
+    seconds = await store_step(run, draw.step, [*metrics, reward], clock)
     run.progress.step_done(
         draw.step,
         reward=draw.reward,
-        tokens_per_s=draw.tokens / clock.elapsed_s,
-        seconds=clock.elapsed_s,
+        tokens_per_s=draw.tokens / seconds,
+        seconds=seconds,
         dropped="",
     )
     run.artifacts.step_done(draw.step, scorer="")

@@ -10,12 +10,15 @@ from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from prefect.runtime import deployment, flow_run
+
 from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.configuration.environments import group_shares, list_altered
 from rollmill.flows.configuration.rules import describe_altered
 from rollmill.flows.configuration.settings import SETTINGS_BY_STEP, UNREAD_BY_COLLECT, find_fixed_settings
 from rollmill.flows.prefect_integration.artifacts import RunArtifacts
 from rollmill.flows.prefect_integration.leftovers import mark_leftovers
+from rollmill.flows.prefect_integration.links import flow_run_page
 from rollmill.flows.prefect_integration.progress import RunProgress, quiet_task_runs, say
 from rollmill.flows.prefect_integration.recording import Recording
 from rollmill.flows.prefect_integration.task_runs import TaskRunRecorder, choose_task_runs
@@ -238,6 +241,9 @@ async def open_offline_run(
                 say(line)
         if trains and (warning := describe_missing_loss(model, config.train)):
             say(warning)
+        if flow_run.id and not deployment.id:
+            # Who triggered a deployment has the page already.
+            say(f"flow run: {flow_run_page(flow_run.id)}")
         quiet_task_runs()
         # Modules imported so far live as long as the process; the garbage collector need not scan them.
         keep_for_good()

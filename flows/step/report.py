@@ -63,12 +63,12 @@ async def report_step(
     n_replayed = next((each.value for each in measured if each.name == "rollout/replayed_groups"), None)
     replayed = "" if n_replayed is None else f"{n_replayed:.0f} stored groups"
     own = [*measured, *(Metric(name, ALL, "value", value) for name, value in values.items())]
-    await store_step(run, step, [*metrics, *own, *services], clock)
+    seconds = await store_step(run, step, [*metrics, *own, *services], clock)
     run.progress.step_done(
         step,
         reward=reward,
         tokens_per_s=n_tokens / collected.seconds,
-        seconds=clock.elapsed_s,
+        seconds=seconds,
         dropped=", ".join(filter(None, (replayed, drop_line(dropped), cut))),
     )
     run.artifacts.step_done(step, run.scores_key, collected.task_run_id)
@@ -121,8 +121,11 @@ def _measure_replay(folder: RunFolder, step: int, own: Sequence[StoredGroup]) ->
     yield from (Metric(name, ALL, "value", value) for name, value in measured.items())
 
 
-async def store_step(run: TrainingRun, step: int, metrics: Sequence[Metric], clock: StepClock) -> None:
-    """Store a step's spans, and its metrics together with its phases' seconds and this process's lag and memory."""
+async def store_step(run: TrainingRun, step: int, metrics: Sequence[Metric], clock: StepClock) -> float:
+    """Store a step's spans, and its metrics together with its phases' seconds and this process's lag and memory.
+
+    Returns the step's seconds until then, `time/step_s`.
+    """
     seconds = {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
     seconds["time/step_s"] = clock.elapsed_s
     own = [Metric(name, "all", "value", value) for name, value in seconds.items()]
@@ -134,6 +137,7 @@ async def store_step(run: TrainingRun, step: int, metrics: Sequence[Metric], clo
         await store_metrics(run, step, [*metrics, *own, run.store.spans.count_lost(), *vitals])
         # Only shards that the inventory names are missed when they are lost.
         await run.store.writer.note()
+    return seconds["time/step_s"]
 
 
 async def store_metrics(run: TrainingRun, step: int, metrics: Sequence[Metric]) -> None:
