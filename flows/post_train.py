@@ -22,6 +22,7 @@ from rollmill.flows.prefect_integration.private_prefect import end_in_order, pau
 from rollmill.flows.run.folder import RunName, run_folder
 from rollmill.flows.run.live_run import open_run
 from rollmill.flows.start_model import check_start, ensure_start_model
+from rollmill.flows.step.held_out import redo_failed_scores
 from rollmill.flows.step.overlap import StepPipeline
 from rollmill.flows.step.report import report_run, report_step, train_metrics
 from rollmill.flows.step.step_groups import store_batch
@@ -54,6 +55,8 @@ async def post_train(run_name: RunName, config: PostTrainSettings, redo_failed: 
         ):
             if sources:
                 run.store.keep_sources(sources)
+            if redo_failed:
+                await redo_failed_scores(run)
             restored = await restore_policy(policy)
             # A process that was killed between a checkpoint and this removal left old rows.
             await drop_old_routing(run, restored.version)

@@ -18,6 +18,8 @@ from rollmill.tasks.store.run.writable_run import check_run_kind
 
 RUN_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}$"
 
+ADD_AGAIN = "add --again to move it aside and start a new run"
+
 # A run's name as a flow's parameter; the form of Prefect's UI refuses other characters.
 RunName = Annotated[str, Field(pattern=RUN_NAME)]
 
@@ -54,13 +56,14 @@ def check_resumable(folder: RunFolder, config: RunConfig, *, trains: bool = True
     check_immutable(folder.location, manifest.config, config.model_dump(mode="json"), fixed)
     n_done = len(list_done_steps(folder, manifest))
     if config.steps < n_done:
-        raise ConfigError(
-            "steps", config.steps, f"{folder.location} has already done {n_done} steps; give more"
-        )
+        # Only a finished run is moved aside.
+        again = f", or {ADD_AGAIN}" if manifest.status == "finished" else ""
+        remedy = f"{folder.location} has already done {n_done} steps; give more{again}"
+        raise ConfigError("steps", config.steps, remedy)
     if manifest.status == "finished" and manifest.config["steps"] >= config.steps:
         raise RunFinishedError(
             f"{folder.location} has done all its {manifest.config['steps']} steps; raise steps to continue it, "
-            "or add --again to move it aside and start a new run"
+            f"or {ADD_AGAIN}"
         )
 
 

@@ -29,8 +29,15 @@ from rollmill.tasks.rollout.trajectory_requests import group_deadline, sampling_
 from rollmill.tasks.score.scoring import Scoring, select_scorable
 from rollmill.tasks.store.attempts import short_id
 from rollmill.tasks.store.held_out_counts import count_held_out
-from rollmill.tasks.store.reader import read
-from rollmill.tasks.store.rows import Rows, column_values
+from rollmill.tasks.store.reader import list_steps, read
+from rollmill.tasks.store.rows import (
+    Rows,
+    column_values,
+    concat_rows,
+    rows_from_table,
+    rows_where,
+    rows_without,
+)
 from rollmill.tasks.store.schemas import make_batch
 
 # Group numbers of held-out prompts begin here, above those of any step.
@@ -96,6 +103,25 @@ async def finish_evaluation(run: Run, version: int, after: Sequence[object] = ()
         for point in await asyncio.to_thread(lambda: list(evaluation_points(run.folder, version))):
             # Sinks drop points that they have, so an evaluation that was stored before may be sent again.
             run.sinks.put(point)
+
+
+async def redo_failed_scores(run: Run) -> None:
+    """Score stored held-out answers again whose score failed, of all versions; nothing is sampled."""
+    for version in await asyncio.to_thread(list_steps, run.folder, "evaluations"):
+        stored = rows_from_table(await asyncio.to_thread(read, run.folder, "evaluations", version=version))
+        # The error of an answer that can be scored is that of its score.
+        failed = rows_without(select_scorable(stored), "error_type", [""])
+        if not failed.num_rows:
+            continue
+        say(f"evaluation of version {version}: {failed.num_rows} failed scores are redone")
+        failures = FailureWatch(version, failed.num_rows, max_share=1.0, logger=get_run_logger)
+        redone = [
+            await _score(environment.held_out_scoring, version, rows, failures)
+            for environment in run.environments
+            if (rows := rows_where(failed, "env", environment.name)).num_rows
+        ]
+        kept = rows_without(stored, "trajectory_id", column_values(failed, "trajectory_id"))
+        await run.store.writer.replace("evaluations", concat_rows(kept, *redone), version=version)
 
 
 @task(
@@ -230,26 +256,29 @@ async def _score_and_store(
     run: Run, scoring: Scoring, version: int, rollouts: Rows, failures: FailureWatch
 ) -> None:
     """Score rollouts and store each with its score, or its error, in the data set `evaluations`."""
+    with run.store.writer.expect_rows():
+        rows = await _score(scoring, version, rollouts, failures)
+    await run.store.writer.append("evaluations", rows, version=version)
+
+
+async def _score(scoring: Scoring, version: int, rollouts: Rows, failures: FailureWatch) -> Rows:
+    """Score rollouts, or rows of `evaluations` again; return a row of `evaluations` for each, with its score or its error."""
     ids = column_values(rollouts, "trajectory_id")
     # Others of the chunk are scored concurrently, and spans of one lane must not overlap.
-    with (
-        within(lane=f"evaluate.{version}/{short_id(str(ids[0]))}"),
-        span("scoring"),
-        run.store.writer.expect_rows(),
-    ):
+    with within(lane=f"evaluate.{version}/{short_id(str(ids[0]))}"), span("scoring"):
         scores = await scoring.score(select_scorable(rollouts), step=version)
     failures.see(scores)
     by_id = {row["trajectory_id"]: row for row in scores.to_pylist()}
-    nothing = {"reward": math.nan, "components": "{}", "error_type": "", "error": ""}
+    nothing = {"reward": math.nan, "components": "{}"}
     found = [by_id.get(trajectory_id, nothing) for trajectory_id in ids]
     columns: dict[str, object] = {name: rollouts.column(name) for name in rollouts.schema.names}
     for name in ("error_type", "error"):
-        # The rollout's error, or its score's where the rollout has none.
+        # The score's error, or the rollout's where it has no score: a rollout that is scored has no error.
         columns[name] = [
-            own or row[name] for own, row in zip(column_values(rollouts, name), found, strict=True)
+            row.get(name, own) for own, row in zip(column_values(rollouts, name), found, strict=True)
         ]
     columns |= {name: [row[name] for row in found] for name in ("reward", "components")} | {
         "policy_version": [version] * len(ids),
         "greedy": [temperature == 0.0 for temperature in column_values(rollouts, "temperature")],
     }
-    await run.store.writer.append("evaluations", make_batch("evaluations", columns), version=version)
+    return make_batch("evaluations", columns)

@@ -67,8 +67,9 @@ class FailureWatch:
             raise FailedShareError(
                 f"step {self._step}: {self.n_failed} of {self._n_planned} trajectories failed, rollout.max_failed_share "
                 f"allows {self._max_share:g}; {n} times {kind}, for example: {self._examples[kind]}\n"
-                "nothing else is lost: fix the cause, and run the same command with --redo-failed (`improve`: without), which "
-                "samples and scores the failed ones again; or raise the share, to continue without them"
+                "`rollmill inspect RUN --status failed,unscored` shows them. Nothing else is lost: fix the cause, then run the "
+                "same command with --redo-failed, which samples and scores them again (`rollmill improve` does so without "
+                "that option); or raise the share, to continue without them"
             )
 
     def plan_more(self, n: int) -> None:

@@ -120,15 +120,17 @@ def test_a_run_that_is_written_to_keeps_its_name(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["quickstart", "quickstart-1"]
 
 
-def test_fewer_steps_than_are_done_are_refused(tmp_path: Path) -> None:
-    root = create_run(tmp_path, "running")
+@pytest.mark.parametrize(("status", "names_again"), [("running", False), ("finished", True)])
+def test_fewer_steps_than_are_done_are_refused(tmp_path: Path, status: str, names_again: bool) -> None:
+    root = create_run(tmp_path, status)
     for step in range(4):
         shard = root / "batches" / f"step={step:06d}" / "000001-000001-0000000000000000.arrow"
         shard.parent.mkdir(parents=True)
         shard.touch()
     given = load("quickstart", (f"store.root={tmp_path}", "steps=3"))
-    with pytest.raises(ConfigError, match="has already done 4 steps"):
+    with pytest.raises(ConfigError, match="has already done 4 steps; give more") as refused:
         check_resumable(run_folder("quickstart", given), given)
+    assert ("--again" in str(refused.value)) is names_again
 
 
 def test_addresses_deadlines_and_settings_that_only_the_trainer_uses_may_change() -> None:

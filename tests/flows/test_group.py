@@ -184,6 +184,8 @@ async def test_too_many_failures_end_the_run_at_once_and_name_the_most_frequent(
     assert "2 of 4 trajectories failed, rollout.max_failed_share allows 0.25; 2 times RequestError" in str(
         error
     )
+    for remedy in ("rollmill inspect RUN --status failed,unscored", "same command with --redo-failed"):
+        assert remedy in str(error)
 
 
 class RoutingSampler(PlannedSampler):

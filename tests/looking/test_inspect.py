@@ -165,6 +165,13 @@ def test_a_selection_without_rows_says_so_in_place_of_an_empty_table(rollmill: C
     assert rollmill("inspect", "small", "--groups", *words).splitlines()[1:] == ["no group matches"]
 
 
+def test_an_empty_table_of_failed_trajectories_names_the_scores_that_failed(rollmill: Command) -> None:
+    said = rollmill("inspect", "small", "--group", "6", "--status", "failed").splitlines()[1:]
+    command = "rollmill inspect runs/small --status unscored"
+    assert said == [f"none of 4 matches; 1 score failed, see {command}"]
+    assert "no verdict within 60 s" in rollmill(*command.split()[1:])
+
+
 def test_a_value_that_rounds_to_nothing_has_no_sign() -> None:
     assert Column("reward").cell({"reward": -0.0001}) == "0.000"
 

@@ -9,8 +9,12 @@ from rollmill.tasks.look.tables.trajectory_table import add_messages
 from rollmill.tasks.observe.metrics import ALL
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import scan
+from rollmill.tasks.store.schemas import SCORABLE_STATUSES
 
 N_EXAMPLES = 3
+
+IS_UNSCORED = pl.col("status").is_in(SCORABLE_STATUSES) & pl.col("reward").is_nan()
+"""The scorer failed on the answer, or dropped it: nobody knows whether it is right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,10 @@ class ChangedAnswers:
 
 
 def compare_answers(folder: RunFolder, env: str, first: int, last: int) -> ChangedAnswers:
-    """Compare the greedy answers of two evaluated policy versions, in one environment or in "all" together."""
+    """Compare the greedy answers of two evaluated policy versions, in one environment or in "all" together.
+
+    A problem is left out if one of its answers was not scored.
+    """
     before, after = (_read_greedy(folder, env, version) for version in (first, last))
     both = before.join(after, on=["env", "group", "example_id"], suffix="_after", maintain_order="left")
     turned_right = both.filter(~pl.col("is_right") & pl.col("is_right_after"))
@@ -48,15 +55,23 @@ def compare_answers(folder: RunFolder, env: str, first: int, last: int) -> Chang
     return ChangedAnswers(len(turned_right), len(lost), examples)
 
 
+def count_unscored(folder: RunFolder, env: str, version: int) -> int:
+    """Return how many held-out answers of a policy version could be scored and have no reward, in one environment or in "all"."""
+    return len(_scan_answers(folder, env, version).filter(IS_UNSCORED).collect())
+
+
 def _read_greedy(folder: RunFolder, env: str, version: int) -> pl.DataFrame:
-    names = ["trajectory_id", "step", "env", "group", "example_id", "greedy", "reward"]
-    rows = scan(folder, "evaluations", names, version=version).filter(
-        pl.col("greedy") & (pl.lit(env == ALL) | (pl.col("env") == env))
-    )
-    is_right = pl.col("reward").fill_nan(0.0).fill_null(0.0) >= FULL_REWARD - 1e-9
+    rows = _scan_answers(folder, env, version).filter(pl.col("greedy") & ~IS_UNSCORED)
+    is_right = pl.col("reward").fill_nan(0.0) >= FULL_REWARD - 1e-9
+    return rows.sort("env", "group").with_columns(is_right.alias("is_right")).collect()
+
+
+def _scan_answers(folder: RunFolder, env: str, version: int) -> pl.LazyFrame:
+    names = ["trajectory_id", "step", "env", "group", "sample", "example_id", "status", "greedy", "reward"]
+    rows = scan(folder, "evaluations", names, version=version)
     # An evaluation that was repeated after a kill may have stored a row twice.
-    unique = rows.unique(["env", "group"], keep="last").sort("env", "group")
-    return unique.with_columns(is_right.alias("is_right")).collect()
+    unique = rows.unique(["env", "group", "sample"], keep="last")
+    return unique.filter(pl.lit(env == ALL) | (pl.col("env") == env))
 
 
 def _problem(messages: list[dict[str, str]]) -> str:

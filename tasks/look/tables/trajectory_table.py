@@ -14,6 +14,7 @@ from rollmill.tasks.store.attempts import last_attempts, short_id
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import list_steps, read, read_trajectories
 from rollmill.tasks.store.run.manifest import read_manifest
+from rollmill.tasks.store.schemas import SCORABLE_STATUSES
 from rollmill.tasks.store.stored_batch import select_own_rows
 
 STATUSES = ("complete", "truncated", "failed", "cancelled")
@@ -77,9 +78,7 @@ def make_trajectories_view(folder: RunFolder, selection: Selection) -> View:
     kind = "held-out " if selection.evaluations else ""
     n = count_noun(len(found), f"{kind}trajectory", f"{kind}trajectories")
     title = f"{n}{scorer and f', rewards by {scorer}'}"
-    notes = limit_notes(
-        len(rows), len(found), f"none of {len(stored)} matches" if len(stored) else "none yet"
-    )
+    notes = limit_notes(len(rows), len(found), _describe_none(folder, stored, selection))
     return View(
         values,
         title,
@@ -87,6 +86,20 @@ def make_trajectories_view(folder: RunFolder, selection: Selection) -> View:
         shown,
         [*notes, *(explain_scorers(folder, scorer) if scorer else ())],
     )
+
+
+def _describe_none(folder: RunFolder, stored: pl.DataFrame, selection: Selection) -> str:
+    """Return the line below a table without a row; of failed trajectories it says whether scores failed instead."""
+    if stored.is_empty():
+        return "none yet"
+    # The error of a trajectory that can be scored is that of its score.
+    n = len(stored.filter(pl.col("status").is_in(SCORABLE_STATUSES) & (pl.col("error_type") != "")))
+    line = f"none of {len(stored)} matches"
+    if "failed" not in selection.status or not n:
+        return line
+    held_out = "--evaluations " if selection.evaluations else ""
+    command = f"rollmill inspect {folder.location} {held_out}--status {UNSCORED}"
+    return f"{line}; {count_noun(n, 'score')} failed, see {command}"
 
 
 def find_step(folder: RunFolder, group: int) -> int:

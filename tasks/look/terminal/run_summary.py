@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollmill.tasks.look.comparisons.changed_answers import ChangedAnswers, compare_answers
+from rollmill.tasks.look.comparisons.changed_answers import ChangedAnswers, compare_answers, count_unscored
 from rollmill.tasks.look.tables.run_tables import format_with_interval, list_held_out
 from rollmill.tasks.look.tables.view import count_noun, escape_controls
 from rollmill.tasks.observe.metrics import ALL
@@ -25,7 +25,7 @@ def print_summary(folder: RunFolder, run_url: str) -> None:
 
     console = Console()
     for env, rows in list_held_out(folder):
-        console.print(_before_and_after(env, rows[0], rows[-1]))
+        console.print(_before_and_after(folder, env, rows[0], rows[-1]))
         for shown in _changed_answers(folder, env, rows[0], rows[-1]):
             console.print(shown, highlight=False)
     dataset = "rollouts" if list_steps(folder, "rollouts") else "batches"
@@ -39,7 +39,9 @@ def print_summary(folder: RunFolder, run_url: str) -> None:
         console.print(f"  {value}", highlight=False, soft_wrap=True, markup=False)
 
 
-def _before_and_after(env: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
+def _before_and_after(
+    folder: RunFolder, env: str, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> Table:
     of_env = "" if env == ALL else f" of {env}"
     table = Table(title=f"held-out problems{of_env}, with 95 % intervals", title_justify="left")
     for column in ("", "before", "after"):
@@ -49,6 +51,9 @@ def _before_and_after(env: str, before: Mapping[str, Any], after: Mapping[str, A
     values = {"reward, sampled": "reward", "accuracy, greedy": "greedy_accuracy"}
     if before["samples"] != 1 and before["pass_at_k"] is not None:
         values[f"pass@{before['samples']}"] = "pass_at_k"
+    counts = [count_unscored(folder, env, each["step"]) for each in (before, after)]
+    if any(counts):
+        table.add_row("no score, counts as 0", *map(str, counts))
     for name, key in values.items():
         table.add_row(name, format_with_interval(before, key), format_with_interval(after, key))
     return table

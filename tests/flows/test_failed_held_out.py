@@ -1,0 +1,71 @@
+"""Held-out answers whose score failed are scored again with --redo-failed, like those of a step."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planned_run import PlannedSampler, PlannedScoring, open_planned_run
+from prefect.logging import disable_run_logger
+
+from rollmill.flows.step.held_out import evaluate_prompts, plan_held_out, redo_failed_scores
+from rollmill.flows.step.lost_trajectories import FailureWatch
+from rollmill.tasks.errors import RequestError
+from rollmill.tasks.rollout.admission import EVALUATION
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.verify.run_verification import verify_run
+
+GREEDY, SAMPLED, LOST = 0, 1, 2
+"""Numbers of a held-out prompt's answers: the last one's rollout fails."""
+SETTINGS: dict[str, Any] = {"evaluate": {"n_prompts": 3, "samples": 2}, "steps": 1}
+
+
+async def test_failed_scores_of_held_out_answers_are_redone_and_nothing_is_sampled(tmp_path: Path) -> None:
+    broken = PlannedScoring(statuses={GREEDY: "failed", SAMPLED: "failed"})
+    failing = PlannedSampler({LOST: RequestError("no")})
+    async with open_planned_run(tmp_path, failing, broken, **SETTINGS) as run:
+        requests = await plan_held_out(run, 0)
+        watch = FailureWatch(0, len(requests), 1.0, lambda: logging.getLogger("test"))
+        with run.admission.request_slots(len(requests), (0, EVALUATION)) as tickets:
+            await evaluate_prompts.fn((run, requests, tickets, watch), 0, 0)
+        before = read(run.folder, "evaluations", version=0)
+    assert set(before["error_type"].to_pylist()) == {"ScoreError", "RequestError"}
+
+    sampler, still_broken = PlannedSampler(), PlannedScoring(statuses={GREEDY: "failed"})
+    for scoring, failed in ((still_broken, {GREEDY, LOST}), (PlannedScoring(), {LOST}), (broken, {LOST})):
+        async with open_planned_run(tmp_path, sampler, scoring, **SETTINGS) as run:
+            with disable_run_logger():
+                await redo_failed_scores(run)
+            rows = read(run.folder, "evaluations", version=0)
+            by_sample = [(row["sample"], row["reward"], row["error_type"]) for row in rows.to_pylist()]
+        assert len(rows) == len(before) == 9
+        assert {sample for sample, _, error_type in by_sample if error_type} == failed
+        assert all(reward == sample for sample, reward, _ in by_sample if sample not in failed)
+        own = ["trajectory_id", "messages", "token_ids", "sampling_seed", "greedy"]
+        assert same(rows.select(own)) == same(before.select(own))
+    assert not sampler.sampled
+    assert not [each for each in verify_run(run.folder).findings if "evaluations" in str(each)]
+
+
+def same(table: Any) -> list[dict[str, Any]]:
+    return sorted(table.to_pylist(), key=lambda row: str(row["trajectory_id"]))
+
+
+@pytest.mark.service
+@pytest.mark.slow
+def test_a_repaired_scorer_scores_the_start_model_too(workplace: Any) -> None:
+    scorer = workplace.folder / "broken.py"
+    scorer.write_text("def always(candidate):\n    return candidate.example['nothing']\n")
+    words = ("run", "small", "--set", "score.scorer=broken:always", "--set", "steps=1")
+    failed = workplace.run(*words)
+    assert failed.returncode == 1, failed.stdout
+    assert "--redo-failed" in failed.stdout
+    scorer.write_text("def always(candidate):\n    return 1.0\n")
+    done = workplace.run(*words, "--redo-failed")
+    assert done.returncode == 0, done.stdout
+    folder = RunFolder(workplace.folder / "runs" / "small")
+    for version in (0, 1):
+        assert set(read(folder, "evaluations", ["reward"], version=version)["reward"].to_pylist()) == {1.0}
+    assert verify_run(folder).findings == []
+    assert "turned right" not in done.stdout
