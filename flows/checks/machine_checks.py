@@ -28,7 +28,6 @@ LEAST_FREE_BYTES = 2 << 30
 LEAST_FREE_TEXT = "2 GiB"
 # Imported by what every run does; a wrong version is the first thing to know of a failure.
 PACKAGES = ("prefect", "torch", "deepspeed", "transformers", "pyarrow", "polars")
-PORT = 4200
 MAKE_ENVIRONMENTS = "pip install 'rollmill[trainer]' makes one, `rollmill setup` that with vLLM"
 
 
@@ -184,10 +183,8 @@ def _check_prefect() -> str:
         return f"{url} answers"
     if running := local_server.status():
         return f"runs at {running.ui_url}"
-    with socket.socket() as tried:
-        if tried.connect_ex(("127.0.0.1", PORT)) == 0:
-            raise ConfigError("port", PORT, local_server.explain_taken_port(PORT))
-    return f"can be started on port {PORT} (rollmill up)"
+    with local_server.listen(None) as listener:
+        return f"can be started on port {listener.getsockname()[1]} (rollmill up)"
 
 
 def _check_gpus() -> str:

@@ -39,7 +39,10 @@ def up(
     port: Annotated[
         int | None,
         typer.Option(
-            min=1, max=65535, help="Loopback port of the server; default: 4200.", show_default=False
+            min=1,
+            max=65535,
+            help="Loopback port of the server; default: the first free one from 4200 on.",
+            show_default=False,
         ),
     ] = None,
 ) -> None:
@@ -50,7 +53,7 @@ def up(
     if running and port not in (None, running.port):
         remedy = f"the Prefect server of this folder runs at {running.ui_url}; use it, or stop it first: `rollmill down`"
         raise ConfigError("--port", port, remedy)
-    typer.echo(f"Prefect UI: {local_server.up(port=port or local_server.PORT)}")
+    typer.echo(f"Prefect UI: {local_server.up(port=port)}")
 
 
 @commands.command(rich_help_panel=PANEL)

@@ -5,6 +5,7 @@ page of another site two ways: CORS and CSRF tokens do not apply to WebSockets, 
 127.0.0.1 (DNS rebinding). The guard checks the headers that a page cannot choose.
 """
 
+import socket
 import sys
 
 import uvicorn
@@ -15,7 +16,6 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
-from rollmill.flows.prefect_integration.local_server import HOST
 from rollmill.tasks.processes.browser_requests import find_refusal
 from rollmill.tasks.processes.priority import lower_priority
 
@@ -41,19 +41,19 @@ def _find_refusal(scope: Scope) -> str:
 
 
 def main() -> None:
-    """Run the server in the foreground, at the port that is the first command-line argument, at a low priority.
+    """Run the server in the foreground at a low priority, on the listening socket whose file descriptor is the first argument.
 
     Recording a step's task runs takes as much CPU as the step's rollouts, and may wait for them.
     """
     lower_priority()
     settings = get_current_settings().server
-    uvicorn.run(
+    config = uvicorn.Config(
         BrowserGuard(create_app(final=True)),
-        host=HOST,
-        port=int(sys.argv[1]),
         timeout_keep_alive=settings.api.keepalive_timeout,
         log_level=settings.logging_level.lower(),
     )
+    # The option `fd` of uvicorn takes the socket for a Unix socket, which leaves TCP's delay of small packets on.
+    uvicorn.Server(config).run(sockets=[socket.socket(fileno=int(sys.argv[1]))])
 
 
 if __name__ == "__main__":

@@ -30,14 +30,13 @@ from rollmill.tasks.processes.python_child import child_environment, python_comm
 
 HOME = Path(".rollmill/prefect")
 HOST = "127.0.0.1"
-PORT = 4200
+# Where no port is chosen, the first free one of these is taken: each folder's server needs its own.
+PORTS = range(4200, 4300)
 START_TIMEOUT_S = 900.0
 # After so long a start is announced: on a busy machine it takes minutes, and a command would look stuck.
 QUIET_START_S = 10.0
 STOP_GRACE_S = 20.0
 ANSWER_TIMEOUT_S = 10.0
-# Whatever has taken a port need not answer at all.
-TAKEN_PORT_TIMEOUT_S = 3.0
 POLL_INTERVAL_S = 0.1
 
 # The server's settings; a variable of the same name in our environment overrides one.
@@ -90,8 +89,13 @@ class Server:
         return self.started > 0 and process_start(self.pid) == str(self.started)
 
 
-def up(home: Path = HOME, port: int = PORT, *, start_timeout_s: float = START_TIMEOUT_S) -> str:
+def up(home: Path = HOME, port: int | None = None, *, start_timeout_s: float = START_TIMEOUT_S) -> str:
     """Start the local Prefect server unless it runs; returns the address of its UI.
+
+    Args:
+        home: folder of the server's database, log and state.
+        port: loopback port; None: the first free one of PORTS.
+        start_timeout_s: seconds until the server must answer.
 
     Raises:
         ConfigError: another process listens on the port.
@@ -100,7 +104,7 @@ def up(home: Path = HOME, port: int = PORT, *, start_timeout_s: float = START_TI
     return _start(home, port, start_timeout_s).ui_url
 
 
-def ensure(home: Path = HOME, port: int = PORT, *, start_timeout_s: float = START_TIMEOUT_S) -> str:
+def ensure(home: Path = HOME, port: int | None = None, *, start_timeout_s: float = START_TIMEOUT_S) -> str:
     """Return the API address to use: PREFECT_API_URL if set, otherwise the local server's, which is started if needed.
 
     Raises:
@@ -143,7 +147,7 @@ def down(home: Path = HOME, *, grace_s: float = STOP_GRACE_S) -> bool:
         return server is not None
 
 
-def _start(home: Path, port: int, timeout_s: float) -> Server:
+def _start(home: Path, port: int | None, timeout_s: float) -> Server:
     home = home.absolute()
     with _lock_home(home):
         server = status(home)
@@ -153,11 +157,13 @@ def _start(home: Path, port: int, timeout_s: float) -> Server:
         return server
 
 
-def _launch(home: Path, port: int) -> Server:
-    _check_free(port)
-    with _log_file(home).open("wb") as log:
+def _launch(home: Path, port: int | None) -> Server:
+    # The server inherits the socket, so that no other process can take the port in between.
+    with listen(port) as listener, _log_file(home).open("wb") as log:
+        port = listener.getsockname()[1]
         process = subprocess.Popen(
-            python_command("rollmill.flows.prefect_integration.guarded_server", str(port)),
+            python_command("rollmill.flows.prefect_integration.guarded_server", str(listener.fileno())),
+            pass_fds=[listener.fileno()],
             env=child_environment(environment(home, os.environ)),
             cwd=home,
             stdin=subprocess.DEVNULL,
@@ -176,33 +182,28 @@ def environment(home: Path, ours: Mapping[str, str]) -> dict[str, str]:
     return SETTINGS | kept | {"PREFECT_HOME": str(home)}
 
 
-LARGEST_PORT = 65535
+def listen(port: int | None) -> socket.socket:
+    """Return a socket that listens on a loopback port; None: the first free one of PORTS.
 
-
-def _check_free(port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except (OSError, OverflowError) as error:
-            remedy = f"the Prefect server cannot listen there ({error}): {explain_taken_port(port)}"
-            raise ConfigError("port", port, remedy) from error
-
-
-def _next_port(port: int) -> int:
-    return min(port + 1, LARGEST_PORT - 1)
-
-
-def explain_taken_port(port: int) -> str:
-    """Return what to do about a port that a program listens on: it may be the Prefect server of another folder."""
-    another = f"choose another port with `rollmill up --port {_next_port(port)}`"
-    api_url = f"http://{HOST}:{port}/api"
-    if find_problem(api_url, timeout_s=TAKEN_PORT_TIMEOUT_S):
-        return f"stop the process that does, {another}, or set PREFECT_API_URL to a running Prefect server"
-    return (
-        f"a Prefect server does, such as that of another folder: use it with `export PREFECT_API_URL={api_url}`, "
-        f"stop it with `rollmill down` in that folder, or {another}"
-    )
+    Raises:
+        ConfigError: the port, or each of PORTS, is taken or cannot be used.
+    """
+    if port is None:
+        for each in PORTS:
+            with suppress(OSError):
+                return socket.create_server((HOST, each))
+        remedy = (
+            "the Prefect server can listen on none of them: choose another with `rollmill up --port PORT`"
+        )
+        raise ConfigError("ports", f"{PORTS[0]} to {PORTS[-1]}", remedy)
+    try:
+        return socket.create_server((HOST, port))
+    except (OSError, OverflowError) as error:
+        remedy = (
+            f"the Prefect server cannot listen there ({error}): leave out --port to take a free one; "
+            f"to use a Prefect server that runs there, set PREFECT_API_URL=http://{HOST}:{port}/api"
+        )
+        raise ConfigError("port", port, remedy) from error
 
 
 def _wait_until_healthy(server: Server, home: Path, timeout_s: float) -> None:
@@ -219,7 +220,9 @@ def _wait_until_healthy(server: Server, home: Path, timeout_s: float) -> None:
             raise _start_error(server, home, reason)
         if waited_s > QUIET_START_S and not is_announced:
             is_announced = True
-            typer.echo(f"starting the local Prefect server, which may take up to {timeout_s:g} s", err=True)
+            typer.echo(
+                "starting the local Prefect server: usually some seconds, on a busy machine minutes", err=True
+            )
         time.sleep(POLL_INTERVAL_S)
 
 
@@ -233,7 +236,7 @@ def _find_other_listener(server: Server) -> str:
                 for one in each.net_connections("tcp")
             ):
                 return ""
-    return f"another process listens on port {server.port}: `rollmill up --port {_next_port(server.port)}` takes another"
+    return f"another process listens on port {server.port}: run the command again"
 
 
 def _start_error(server: Server, home: Path, reason: str) -> ServiceStartError:

@@ -118,18 +118,34 @@ def test_down_leaves_nothing_running_and_up_starts_again(tmp_path: Path) -> None
 
 
 @pytest.mark.service
-def test_a_port_of_another_folders_server_is_a_config_error_that_says_how_to_use_it(
-    home: Path, tmp_path: Path
-) -> None:
-    server = start(home)
-    with pytest.raises(ConfigError, match=f"PREFECT_API_URL={server.api_url}`, .*rollmill down` in that"):
-        local_server.up(tmp_path, server.port)
+def test_two_folders_that_start_at_once_without_a_port_have_two_servers(tmp_path: Path) -> None:
+    homes = [tmp_path / "a", tmp_path / "b"]
+    scripts = [START.format(home=str(each), port=None) for each in homes]
+    try:
+        starts = [subprocess.Popen([sys.executable, "-c", each]) for each in scripts]
+        assert [each.wait() for each in starts] == [0, 0]
+        ports = {start(each).port for each in homes}
+        assert len(ports) == 2
+        assert ports <= set(local_server.PORTS)
+    finally:
+        for each in homes:
+            local_server.down(each)
 
 
-def test_taken_port_is_a_config_error_with_a_remedy(tmp_path: Path) -> None:
+def test_without_a_port_the_first_free_one_is_taken() -> None:
+    with local_server.listen(None) as first, local_server.listen(None) as second:
+        ports = [each.getsockname()[1] for each in (first, second)]
+    assert ports[0] < ports[1]
+    assert set(ports) <= set(local_server.PORTS)
+
+
+def test_chosen_port_that_is_taken_is_a_config_error_with_a_remedy(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"port = {port}: .*rollmill up --port {port + 1}"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"port = {port}: .*leave out --port .*PREFECT_API_URL=http://127.0.0.1:{port}/api",
+        ):
             local_server.up(tmp_path, port)
     assert local_server.status(tmp_path) is None
 
