@@ -154,7 +154,8 @@ def _find_needed(name: str, version: str) -> str:
 def _check_vllm(python: str) -> str:
     if not os.access(python, os.X_OK) or not Path(python).is_file():
         remedy = (
-            "there is no Python there: `rollmill setup` makes the environment, serve.python names another"
+            "there is no Python there: `rollmill setup` makes the environment; "
+            "if your preset sets serve.python, `rollmill doctor PRESET` checks that one"
         )
         raise ConfigError("serve.python", python, remedy)
     packages = list(Path(python).absolute().parents[1].glob("lib/python*/site-packages/*.dist-info"))

@@ -17,8 +17,23 @@ Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0:
 
 @commands.command(rich_help_panel=PANEL)
 def doctor(
-    python: Annotated[str, typer.Option(help="Python of the environment with vLLM.")] = ServeConfig().python,
-    root: Annotated[str, typer.Option(help="Folder of runs, or s3://bucket/prefix.")] = StoreConfig().root,
+    preset: Annotated[
+        str | None, typer.Argument(help="Preset whose serve.python and store.root are checked.")
+    ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Python of the environment with vLLM; default: the preset's, or {ServeConfig().python}.",
+            show_default=False,
+        ),
+    ] = None,
+    root: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Folder of runs, or s3://bucket/prefix; default: the preset's, or {StoreConfig().root}.",
+            show_default=False,
+        ),
+    ] = None,
     services: Annotated[
         bool, typer.Option("--services/--no-services", help="Start a trainer and a vLLM server too.")
     ] = True,
@@ -29,8 +44,13 @@ def doctor(
     Exit status 1: something failed; its line has the remedy.
     """
     from rollmill.flows.commands.doctor import examine
+    from rollmill.flows.configuration.settings import load
 
-    if not examine(python, root, with_services=services, as_json=as_json):
+    serve, store = ServeConfig(), StoreConfig()
+    if preset:
+        config = load(preset)
+        serve, store = config.serve, config.store
+    if not examine(python or serve.python, root or store.root, with_services=services, as_json=as_json):
         raise typer.Exit(1)
 
 

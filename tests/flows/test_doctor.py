@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from rollmill.flows.checks.machine_checks import CheckResult, check_machine_parts, run_check
 from rollmill.flows.commands.doctor import compare_memory, format_result, list_transports, try_trial
+from rollmill.flows.project.new_files import write_project
 from rollmill.tasks.errors import ConfigError, SyncError, TrainError
 from rollmill.tasks.processes.gpus import VISIBLE
 from rollmill.tasks.sandbox import bubblewrap
@@ -136,6 +138,19 @@ def test_services_sync_and_parity_are_tried_for_real(workplace: Any) -> None:
     assert {name: found[name] for name in tried} == dict.fromkeys(tried, "ok")
     assert report["ok"] is True
     assert report["checks"][-1]["detail"].endswith("the trainer computes on cpu")
+
+
+@pytest.mark.slow
+def test_a_preset_names_the_environment_with_vllm(tmp_path: Path) -> None:
+    write_project(tmp_path, "/mine/python")
+    rollmill = Path(sys.executable).parent / "rollmill"
+    found = []
+    for words in ((), ("mine",)):
+        command = [rollmill, "doctor", *words, "--no-services", "--json"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False, text=True)
+        found += [each for each in json.loads(done.stdout)["checks"] if each["name"] == "vLLM's environment"]
+    assert [each["detail"] for each in found] == [".venv-vllm/bin/python", "/mine/python"]
+    assert "`rollmill doctor PRESET`" in found[0]["remedy"]
 
 
 @pytest.mark.service
