@@ -40,7 +40,9 @@ def find_run(run: str) -> RunFolder:
     for folder in _candidate_folders(run):
         if has_manifest(folder):
             return folder
-    remedy = f"there is no run in this folder ({MANIFEST} is missing){_list_runs(StoreConfig().root)}"
+    is_relative = "://" not in run and not Path(run).is_absolute()
+    place = "; go to the project's folder, which has conf/ and runs/" if is_relative else ""
+    remedy = f"there is no run in this folder ({MANIFEST} is missing){_list_runs(StoreConfig().root)}{place}"
     raise ConfigError("RUN", run, remedy)
 
 
