@@ -20,15 +20,13 @@ def init(
     """Write a project: a preset, its deployments, an environment, a scorer, tests and a README; existing files are not overwritten."""
     from rollmill.flows.project.new_files import PRESET, write_project
 
-    for file in write_project(folder):
+    # A checkout's environment for vLLM serves its projects, too.
+    vllm_python = Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
+    has_vllm = vllm_python.exists()
+    for file in write_project(folder, str(vllm_python) if has_vllm else ""):
         typer.echo(f"wrote {file}")
     enter = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
-    vllm_python = Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
-    run = f"rollmill run {PRESET}"
-    # A checkout's environment for vLLM serves its projects, too.
-    setting = shlex.quote(f"serve.python={vllm_python}")
-    run = f"{run} --set {setting}" if vllm_python.exists() else f"rollmill setup && {run}"
-    typer.echo(f"Next: {enter}{run}")
+    typer.echo(f"Next: {enter}{'' if has_vllm else 'rollmill setup && '}rollmill run {PRESET}")
 
 
 @commands.command(rich_help_panel=PANEL)

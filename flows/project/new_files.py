@@ -1,5 +1,6 @@
 """Files that `rollmill init` and `rollmill new` write: a project outside of a checkout, and user code with its test."""
 
+import json
 import keyword
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -16,19 +17,25 @@ SETTINGS = {"scorer": "score.scorer", "environment": "rollout.environment", "los
 ENVIRONMENT, SCORER, PRESET = "digits", "in_place", "mine"
 
 
-def write_project(folder: Path) -> list[Path]:
+def write_project(folder: Path, vllm_python: str = "") -> list[Path]:
     """Write a project: a preset, its deployments, an environment, a scorer, tests, a README; returns the files.
+
+    Args:
+        folder: where to write them.
+        vllm_python: serve.python of the preset; empty: the default.
 
     Raises:
         ConfigError: the folder has one of the files, or cannot be written to. Nothing is written then.
     """
     name = folder.resolve().name
+    # A JSON string is a YAML string.
+    python = f"  python: {json.dumps(vllm_python, ensure_ascii=False)}\n" if vllm_python else ""
     texts = {
         Path("README.md"): _fill("README.md", project=name),
         Path(".gitignore"): _fill("gitignore"),
         Path("pyproject.toml"): _fill("pyproject.toml"),
         Path("prefect.yaml"): _fill("prefect.yaml", preset=PRESET),
-        Path("conf") / f"{PRESET}.yaml": _fill("mine.yaml"),
+        Path("conf") / f"{PRESET}.yaml": _fill("mine.yaml", python=python),
     }
     texts |= _fill_code("environment", ENVIRONMENT) | _fill_code("scorer", SCORER)
     return _write(folder, texts)

@@ -47,9 +47,10 @@ def test_a_project_has_code_whose_tests_pass(tmp_path: Path) -> None:
     demo = tmp_path / "demo"
     assert (made.returncode, list_files(demo)) == (0, FILES)
     servers = Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
-    run = "rollmill run mine"
-    run = f"{run} --set serve.python={servers}" if servers.exists() else f"rollmill setup && {run}"
-    assert made.stdout.splitlines()[-1] == f"Next: cd demo && {run}"
+    setup = "" if servers.exists() else "rollmill setup && "
+    assert made.stdout.splitlines()[-1] == f"Next: cd demo && {setup}rollmill run mine"
+    serve = yaml.safe_load((demo / "conf" / "mine.yaml").read_text())["serve"]
+    assert serve.get("python") == (str(servers) if servers.exists() else None)
     for kind, name in (("loss", "capped"), ("environment", "two_digits"), ("scorer", "mild")):
         written = rollmill(demo, "new", kind, name)
         assert written.returncode == 0
@@ -64,6 +65,19 @@ def test_a_project_has_code_whose_tests_pass(tmp_path: Path) -> None:
         check=False,
     )
     assert linted.returncode == 0
+
+
+def test_the_preset_of_a_project_names_the_python_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_project(tmp_path, "/my: folder #1/bin/python")
+    monkeypatch.chdir(tmp_path)
+    assert load("mine").serve.python == "/my: folder #1/bin/python"
+
+
+def test_a_new_environment_says_that_it_is_an_example(tmp_path: Path) -> None:
+    for file in write_code(tmp_path, "environment", "backwards"):
+        assert "example, to be replaced" in file.read_text()
 
 
 def test_the_preset_of_a_project_names_its_environment_and_its_scorer(
