@@ -94,15 +94,19 @@ async def finish_evaluation(run: Run, version: int, after: Sequence[object] = ()
         run.recording.count_start()
         # Without quote, Prefect would search all that a run consists of for the results of tasks.
         await evaluate_held_out(quote(run), version, quote(work), quote(failures), wait_for=after)
-    if failures.n_failed:
-        say(
-            f"evaluation of version {version}: {failures.n_failed} of {len(work)} trajectories failed, which count as "
-            "reward 0"
-        )
+    _say_failed(run, version, failures, len(work))
     if run.sinks is not None:
         for point in await asyncio.to_thread(lambda: list(evaluation_points(run.folder, version))):
             # Sinks drop points that they have, so an evaluation that was stored before may be sent again.
             run.sinks.put(point)
+
+
+def _say_failed(run: Run, version: int, failures: FailureWatch, n: int) -> None:
+    if failures.n_failed:
+        say(
+            f"evaluation of version {version}: {failures.n_failed} of {n} trajectories failed, which count as reward 0; "
+            f"see rollmill inspect {run.folder.location} --evaluations --status failed,unscored"
+        )
 
 
 async def redo_failed_scores(run: Run) -> None:
@@ -120,6 +124,7 @@ async def redo_failed_scores(run: Run) -> None:
             for environment in run.environments
             if (rows := rows_where(failed, "env", environment.name)).num_rows
         ]
+        _say_failed(run, version, failures, failed.num_rows)
         kept = rows_without(stored, "trajectory_id", column_values(failed, "trajectory_id"))
         await run.store.writer.replace("evaluations", concat_rows(kept, *redone), version=version)
 

@@ -21,7 +21,9 @@ GREEDY, SAMPLED, LOST = 0, 1, 2
 SETTINGS: dict[str, Any] = {"evaluate": {"n_prompts": 3, "samples": 2}, "steps": 1}
 
 
-async def test_failed_scores_of_held_out_answers_are_redone_and_nothing_is_sampled(tmp_path: Path) -> None:
+async def test_failed_scores_of_held_out_answers_are_redone_and_nothing_is_sampled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     broken = PlannedScoring(statuses={GREEDY: "failed", SAMPLED: "failed"})
     failing = PlannedSampler({LOST: RequestError("no")})
     async with open_planned_run(tmp_path, failing, broken, **SETTINGS) as run:
@@ -45,6 +47,9 @@ async def test_failed_scores_of_held_out_answers_are_redone_and_nothing_is_sampl
         own = ["trajectory_id", "messages", "token_ids", "sampling_seed", "greedy"]
         assert same(rows.select(own)) == same(before.select(own))
     assert not sampler.sampled
+    said = " ".join(capsys.readouterr().err.split())
+    assert "version 0: 3 of 6 trajectories failed, which count as reward 0; see rollmill inspect" in said
+    assert "--evaluations --status failed,unscored" in said
     assert not [each for each in verify_run(run.folder).findings if "evaluations" in str(each)]
 
 
