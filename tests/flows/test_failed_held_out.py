@@ -57,6 +57,7 @@ def same(table: Any) -> list[dict[str, Any]]:
     return sorted(table.to_pylist(), key=lambda row: str(row["trajectory_id"]))
 
 
+@pytest.mark.long
 @pytest.mark.service
 @pytest.mark.slow
 def test_a_repaired_scorer_scores_the_start_model_too(workplace: Any) -> None:
