@@ -317,6 +317,9 @@ SYNC = (
                 peer=Comparison(PER_PARAMETER, "gap_per_parameter_s"),
                 limit=Comparison("no sync", "gap_none_s"),
                 is_steady=False,
+                known_miss=KnownMiss(
+                    0.25, "the copy is compared between two steps of the live model: 0.098 s without that"
+                ),
             ),
             Figure("gap_second_copy_least_s", "s"),
             Figure("gap_per_parameter_s", "s"),
