@@ -169,8 +169,9 @@ def _find_preset(part: str) -> Path:
         if path.is_file():
             return path
     presets, algorithms = _names(PRESETS, BUILT_IN), _names(*_ALGORITHM_FOLDERS)
+    elsewhere = "" if PRESETS.is_dir() else "go to the project's folder, which has conf/ and runs/; "
     remedy = (
-        f"there is no file {paths[0]}; go to the project's folder, which has conf/ and runs/; presets are: {presets}; algorithms to add to a preset with +: {algorithms}"
+        f"there is no file {paths[0]}; {elsewhere}presets are: {presets}; algorithms to add to a preset with +: {algorithms}"
         f"{suggest(part, (*presets.split(', '), *algorithms.split(', ')))}"
     )
     raise ConfigError("preset", part, remedy)

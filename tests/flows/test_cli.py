@@ -61,16 +61,7 @@ def refusal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
             ["train.normalization_tokens", "rollout.max_completion_tokens"],
         ),
         (["quickstart+dapper"], ["preset", "dapper", "quickstart", "with +: ", "dapo"]),
-        (
-            ["quickstrat"],
-            [
-                "preset",
-                "quickstrat",
-                "go to the project's folder",
-                "presets are: ",
-                "did you mean quickstart?",
-            ],
-        ),
+        (["quickstrat"], ["preset", "quickstrat", "presets are: ", "did you mean quickstart?"]),
         (["quickstart", "--set", "evaluate.n_prompts=100000"], ["evaluate.n_prompts", "held-out problems"]),
         (
             ["quickstart", "--set", "rollout.groups_per_step=9999"],

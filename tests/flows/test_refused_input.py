@@ -123,6 +123,16 @@ def test_a_wrong_name_lists_some_of_many_runs(tmp_path: Path, monkeypatch: pytes
         find_run("run99x")
 
 
+def test_outside_of_a_project_its_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="go to the project's folder, which has conf/ and runs/$"):
+        find_run("mine")
+    with pytest.raises(
+        ConfigError, match="go to the project's folder, which has conf/ and runs/; presets are"
+    ):
+        load("mine")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),

@@ -236,7 +236,7 @@ async def test_log_probabilities_of_several_policies_are_rows_of_one_view_with_t
 def test_a_run_or_a_scorer_that_is_not_there_is_refused(small_run: RunFolder) -> None:
     with pytest.raises(ConfigError, match="name at least one run"):
         api.open_run()
-    with pytest.raises(ConfigError, match=r"there is no run in this folder.*go to the project's folder"):
+    with pytest.raises(ConfigError, match="there is no run in this folder"):
         api.open_run(small_run.location, "nowhere/at/all")
     with pytest.raises(ConfigError, match="the runs have scores of addition@1, brevity@1"):
         api.open_run(small_run.location, scorer="addition@2")

@@ -41,8 +41,9 @@ def find_run(run: str) -> RunFolder:
         if has_manifest(folder):
             return folder
     is_relative = "://" not in run and not Path(run).is_absolute()
-    place = "; go to the project's folder, which has conf/ and runs/" if is_relative else ""
-    remedy = f"there is no run in this folder ({MANIFEST} is missing){_list_runs(StoreConfig().root)}{place}"
+    runs = _list_runs(StoreConfig().root)
+    elsewhere = "; go to the project's folder, which has conf/ and runs/" if is_relative and not runs else ""
+    remedy = f"there is no run in this folder ({MANIFEST} is missing){runs}{elsewhere}"
     raise ConfigError("RUN", run, remedy)
 
 
