@@ -125,7 +125,7 @@ def test_a_wrong_name_lists_some_of_many_runs(tmp_path: Path, monkeypatch: pytes
 
 def test_outside_of_a_project_its_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="go to the project's folder, which has conf/ and runs/$"):
+    with pytest.raises(ConfigError, match="go to the project's folder, which has conf/ and runs/"):
         find_run("mine")
     with pytest.raises(
         ConfigError, match="go to the project's folder, which has conf/ and runs/; presets are"
