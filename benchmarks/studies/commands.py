@@ -32,8 +32,9 @@ class Commands:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._done = folder, folder / "cpu_s.json"
-        if not (folder / ".venv-vllm").exists():
-            (folder / ".venv-vllm").symlink_to(ROOT / ".venv-vllm")
+        vllm = folder / ".venv-vllm"
+        if not vllm.is_symlink():
+            vllm.symlink_to(ROOT / ".venv-vllm")
         self.cpu_s: dict[str, float] = json.loads(self._done.read_text()) if self._done.exists() else {}
 
     def run(self, name: str, *arguments: str) -> str:

@@ -83,6 +83,13 @@ async def test_no_problem_is_in_both_splits_and_the_corpus_has_training_problems
     assert {conversation[0].content for conversation in game.warm_up_corpus(0, 500)} <= openings
 
 
+async def test_no_range_of_guess_is_in_both_splits() -> None:
+    train = {each.content["problem"] for each in await examples_of(Guess(), "train")}
+    held_out = {each.content["problem"] for each in await examples_of(Guess(), "held_out")}
+    assert len(held_out) > 50
+    assert not train & held_out
+
+
 async def test_the_calculator_prints_and_then_takes_the_answer(tokenizer: ChatTokenizer) -> None:
     example = await Calculator().example("train", 0)
     trajectory = await play(tokenizer, Calculator(), example, ["<17*55>", "935"])
