@@ -17,7 +17,7 @@ from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.run.folder import LAST_VERSION, RunName, choose_version, run_folder
 from rollmill.flows.run.live_run import Run, open_run
 from rollmill.flows.start_model import ensure_start_model
-from rollmill.flows.step.held_out import finish_evaluation, is_evaluated
+from rollmill.flows.step.held_out import finish_evaluation, is_evaluated, redo_failed_scores
 from rollmill.tasks.look.tables.run_tables import format_with_interval, list_held_out
 from rollmill.tasks.observe.metrics import ALL
 from rollmill.tasks.serve.policy_version import PolicyVersion
@@ -27,13 +27,16 @@ Version = Annotated[int, Field(ge=LAST_VERSION)]
 
 
 @flow(name="evaluate", flow_run_name="{run_name}", persist_result=False, on_cancellation=[mark_cancelled])
-async def evaluate(run_name: RunName, config: EvaluateSettings, version: Version = LAST_VERSION) -> str:
+async def evaluate(
+    run_name: RunName, config: EvaluateSettings, version: Version = LAST_VERSION, redo_failed: bool = False
+) -> str:
     """Evaluate a version of a run's policy on held-out prompts; adds the rows to the run and changes nothing else of it.
 
     Args:
         run_name: folder of the run below `store.root`; a missing one is created, and its start model evaluated.
         config: all settings.
         version: policy version to evaluate, one with a checkpoint, or 0 for the start model; -1: the last.
+        redo_failed: True to score stored held-out answers of all versions again whose scorer failed.
 
     Returns:
         Reward and accuracy, in words.
@@ -46,14 +49,16 @@ async def evaluate(run_name: RunName, config: EvaluateSettings, version: Version
         model = await ensure_start_model(config)
         # An evaluation adds rows to the run without continuing it, so a finished run stays finished.
         async with open_run(run_name, config, model, adds=True) as run:
+            if redo_failed:
+                await redo_failed_scores(run)
             if not await asyncio.to_thread(is_evaluated, run, version):
                 policy = PolicyVersion(run.id, run.store.manifest.incarnation, version)
                 # A separate folder: servers of the run's own steps have theirs in logs/.
                 async with open_fixed_policy(run, policy, run.folder.logs / "evaluate"):
                     await finish_evaluation(run, version)
-                # Only shards that the inventory names are missed when they are lost.
-                await run.store.writer.note()
-                await run.recording.wait_until_recorded()
+            # Only shards that the inventory names are missed when they are lost.
+            await run.store.writer.note()
+            await run.recording.wait_until_recorded()
             result = await asyncio.to_thread(_summary, run, version)
     say(result)
     return result

@@ -95,13 +95,17 @@ def evaluate(
     name: Annotated[
         str, typer.Option(help="For a preset: folder of the run below store.root; default: its name.")
     ] = "",
+    redo_failed: Annotated[
+        bool,
+        typer.Option("--redo-failed", help="Score the run's held-out answers again whose scorer failed."),
+    ] = False,
     overrides: Overrides = None,
 ) -> None:
     """Evaluate a version of a run's policy, or a model, on held-out prompts; existing results are kept."""
     from rollmill.flows.commands.stored_runs import evaluate_config, evaluate_here
 
     run_name, config = evaluate_config(origin, tuple(overrides or ()), name)
-    evaluate_here(run_name, config, version)
+    evaluate_here(run_name, config, version, redo_failed=redo_failed)
 
 
 @commands.command(rich_help_panel=PANEL)

@@ -184,8 +184,10 @@ def evaluate_config(origin: str, overrides: Sequence[str], name: str = "") -> tu
         )
 
 
-def evaluate_here(run_name: str, config: RunConfig, version: int = LAST_VERSION) -> None:
-    """Run the flow evaluate in this process.
+def evaluate_here(
+    run_name: str, config: RunConfig, version: int = LAST_VERSION, *, redo_failed: bool = False
+) -> None:
+    """Run the flow evaluate in this process; `redo_failed` scores held-out answers again whose scorer failed.
 
     Raises:
         ConfigError: something is missing; nothing was started.
@@ -195,7 +197,7 @@ def evaluate_here(run_name: str, config: RunConfig, version: int = LAST_VERSION)
     def call() -> Coroutine[Any, Any, str]:
         from rollmill.flows.evaluate import evaluate
 
-        return evaluate(run_name, config, version)
+        return evaluate(run_name, config, version, redo_failed)
 
     folder = run_folder(run_name, config)
     choose_version(folder, version)

@@ -11,6 +11,7 @@ from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.configuration.settings import validate
 from rollmill.flows.run.folder import run_folder
 from rollmill.tasks.errors import ConfigError, StoreError
+from rollmill.tasks.look.comparisons.changed_answers import count_unscored
 from rollmill.tasks.look.comparisons.paired_evaluations import (
     digest_evaluation,
     explain_checks,
@@ -19,6 +20,7 @@ from rollmill.tasks.look.comparisons.paired_evaluations import (
     make_checks,
     read_answers,
 )
+from rollmill.tasks.observe.metrics import ALL
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.lineage.lineage_trace import find_wrong_policy_files, locate_run
@@ -132,6 +134,7 @@ class PolicyGate:
                 f"sampled reward: {sampled.candidate:.3f}, at least {self.min_reward:g} is required"
             )
         production, lineage = self.policies[1], self.lineages[1]
+        reasons += [reason for each in (first, second) if each and (reason := _explain_unscored(each))]
         record = GateRecord(
             created_at=now(),
             candidate=_describe(self.policies[0], self.lineages[0], first),
@@ -223,6 +226,19 @@ def _evaluation_settings(config: Mapping[str, Any]) -> list[dict[str, Any]]:
         {name: get_setting(entry, name, get_setting(config, name, None)) for name in _EVALUATION_SETTINGS}
         for entry in entries
     ]
+
+
+def _explain_unscored(evaluation: Evaluation) -> str:
+    """Return why an evaluation blocks the candidate if a scorer failed on answers of it; else empty."""
+    n = count_unscored(evaluation.run, ALL, evaluation.version)
+    if not n:
+        return ""
+    run = evaluation.run.location
+    return (
+        f"{n} held-out answers of version {evaluation.version} in {run} have no reward, since their scorer failed: "
+        f"`rollmill inspect {run} --evaluations --status unscored` shows why; repair the scorer, run "
+        f"`rollmill evaluate {run} --redo-failed`, then gate the candidate again"
+    )
 
 
 def _describe(policy: RunFolder, lineage: Lineage, evaluation: Evaluation) -> GatedPolicy:

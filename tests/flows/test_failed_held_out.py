@@ -68,9 +68,12 @@ def test_a_repaired_scorer_scores_the_start_model_too(workplace: Any) -> None:
     assert failed.returncode == 1, failed.stdout
     assert "--redo-failed" in failed.stdout
     scorer.write_text("def always(candidate):\n    return 1.0\n")
+    evaluated = workplace.run("evaluate", "small", "--version", "0", "--redo-failed")
+    assert evaluated.returncode == 0, evaluated.stdout
+    folder = RunFolder(workplace.folder / "runs" / "small")
+    assert set(read(folder, "evaluations", ["reward"], version=0)["reward"].to_pylist()) == {1.0}
     done = workplace.run(*words, "--redo-failed")
     assert done.returncode == 0, done.stdout
-    folder = RunFolder(workplace.folder / "runs" / "small")
     for version in (0, 1):
         assert set(read(folder, "evaluations", ["reward"], version=version)["reward"].to_pylist()) == {1.0}
     assert verify_run(folder).findings == []

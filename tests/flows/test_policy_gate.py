@@ -106,6 +106,21 @@ def test_a_worse_policy_is_blocked_with_the_reason_and_not_promoted(
     assert Path("policies/production").resolve() == first.local
 
 
+@pytest.mark.parametrize("unscored", ["candidate", "production"])
+def test_an_answer_that_a_scorer_failed_on_blocks_and_is_named(
+    workfolder: Path, rollmill: Command, unscored: str
+) -> None:
+    """An outage of production's scorer would let any candidate pass, one of the candidate's would block it as worse."""
+    failed = EQUAL._replace(greedy=np.where(np.arange(600) < 3, np.nan, EQUAL.greedy))
+    first = make_policy(workfolder, "first", failed if unscored == "production" else GOOD)
+    second = make_policy(workfolder, "second", failed if unscored == "candidate" else GOOD)
+    status, said = rollmill("gate", second.location, "--against", first.location)
+    where = workfolder / "runs" / ("second" if unscored == "candidate" else "first")
+    said = " ".join(said.split())
+    assert (status, f"3 held-out answers of version 1 in {where} have no reward" in said) == (1, True), said
+    assert f"rollmill evaluate {where} --redo-failed" in said
+
+
 def test_a_policy_needs_a_gate_against_the_one_that_is_in_production_now(workfolder: Path) -> None:
     first, second, third = (
         make_policy(workfolder, name, draw_rewards(seed, 600)) for seed, name in enumerate(("a", "b", "c"))
