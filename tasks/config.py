@@ -20,6 +20,7 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -138,6 +139,12 @@ class StageConfig(BaseModel):
         field_title_generator=lambda name, _: make_title(name),
         model_title_generator=_make_section_title,
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _may_be_empty(cls, values: Any) -> Any:
+        """Return the section's settings: none for `train:` in YAML with nothing below it."""
+        return {} if values is None else values
 
     @field_validator("*")
     @classmethod

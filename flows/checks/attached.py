@@ -24,7 +24,7 @@ RETRY_INTERVAL_S = 0.5
 ATTACH_TIMEOUT_S = 60.0
 
 
-class _Model(msgspec.Struct):
+class _ModelConfig(msgspec.Struct):
     max_model_len: int
     logprobs_mode: str
 
@@ -34,7 +34,7 @@ class _Transfer(msgspec.Struct):
 
 
 class _Settings(msgspec.Struct):
-    model_config: _Model
+    model_config: _ModelConfig
     weight_transfer_config: _Transfer | None = None
 
 

@@ -120,6 +120,9 @@ def merge_settings(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict
     merged = dict(values)
     for name, other in others.items():
         mine = merged.get(name)
+        if other is None and isinstance(mine, Mapping):
+            # An empty section sets nothing.
+            continue
         are_sections = isinstance(mine, Mapping) and isinstance(other, Mapping) and "args" not in other
         merged[name] = merge_settings(mine or {}, other) if are_sections else other
     return merged

@@ -239,7 +239,9 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         if inner in ("name", "args") and isinstance(given := values.get(section), str):
             # A plug-in without arguments is given by its name alone.
             values[section] = {"name": given}
-        values = values.setdefault(section, {})
+        if values.get(section) is None:
+            values[section] = {}
+        values = values[section]
         if not isinstance(values, dict):
             remedy = f"{section} is a single setting, not a section"
             parent = key.rpartition(".")[0]

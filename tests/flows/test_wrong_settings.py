@@ -14,8 +14,9 @@ from model_families import save_byte_tokenizer
 from rollmill.flows.checks.preflight import check_architecture, check_rope, preflight
 from rollmill.flows.commands.new_runs import fork_config, fork_here, prepare_fork
 from rollmill.flows.commands.stored_runs import evaluate_config, retrain_config
+from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.configuration.rules import list_warnings
-from rollmill.flows.configuration.settings import load
+from rollmill.flows.configuration.settings import apply_overrides, load, parse_settings
 from rollmill.flows.run.live_run import describe_missing_loss
 from rollmill.tasks.errors import ConfigError, RunMismatchError
 from rollmill.tasks.processes.gpus import read_gpus
@@ -434,6 +435,17 @@ def test_a_retrained_run_is_not_asked_how_many_rows_it_would_sample() -> None:
 def test_an_error_says_what_to_write_instead(override: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(remedy)):
         load("quickstart", (override,))
+
+
+def test_a_section_may_be_empty(tmp_path: Path) -> None:
+    """All below `train:` may be commented out."""
+    preset = tmp_path / "mine.yaml"
+    preset.write_text("train:\nrollout:\n  prompts:\n")
+    toy, joined = load("quickstart"), load(f"quickstart+{preset}")
+    assert (joined.train, joined.rollout) == (toy.train, toy.rollout)
+    assert load(f"quickstart+{preset}", ("train.lr=1e-5",)).train.lr == 1e-5
+    assert parse_settings(RunConfig, {"train": None}) == RunConfig()
+    assert parse_settings(RunConfig, apply_overrides({"train": None}, ["train.lr=1e-5"])).train.lr == 1e-5
 
 
 def test_gpus_may_be_given_as_numbers() -> None:
