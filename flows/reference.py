@@ -25,7 +25,7 @@ Every flow's settings and every command, as they describe themselves. `python -m
 
 A setting is named as `--set` takes it: `--set train.lr=1e-6`. **Fixed** settings cannot change when a run is resumed
 ([operations](../how-to/operations.md#resuming-a-run)). No number may be infinite or NaN. A list is written `[one,two]`.
-Text or mapping is the name of a [plug-in](glossary.md#words), or `{name: NAME, args: {ARGUMENT: VALUE}}` ([arguments](../how-to/scorers.md#arguments)).
+A setting of the type *text or mapping* takes the name of a [plug-in](glossary.md#words), or `{name: NAME, args: {ARGUMENT: VALUE}}` ([arguments](../how-to/scorers.md#arguments)).
 """
 _SETTINGS_HEAD = "| setting | type | default | allowed | fixed | meaning |\n|---|---|---|---|---|---|"
 _COMMANDS_HEAD = "| argument or option | meaning |\n|---|---|"
@@ -144,22 +144,30 @@ def _kind(shape: dict[str, Any]) -> str:
     if "anyOf" in shape:
         return " or ".join(_kind(each) for each in shape["anyOf"])
     if shape.get("type") == "array":
-        return f"list of {_kind(shape.get('items', {}))}"
+        return f"list of {_kind(_items(shape))}"
     return "choice" if "enum" in shape else words.get(shape.get("type", ""), shape.get("type", ""))
 
 
+def _items(shape: dict[str, Any]) -> dict[str, Any]:
+    """Return the shape of a list's values; of a list of fixed length that of its first value."""
+    first: dict[str, Any] = shape.get("prefixItems", [shape.get("items", {})])[0]
+    return first
+
+
 def _range_text(shape: dict[str, Any]) -> str:
-    """Return a setting's choices, range, pattern or least length; empty without any.
+    """Return a setting's choices, range, pattern, fewest characters or length; empty without any.
 
     Example: {"minimum": 1, "exclusiveMaximum": 5} gives "≥ 1, < 5".
     """
-    shapes = [shape, *shape.get("anyOf", []), shape.get("items", {})]
+    shapes = [shape, *shape.get("anyOf", []), _items(shape)]
     for each in shapes:
         if "enum" in each:
             return ", ".join(_code(choice) for choice in each["enum"])
     ranges = [f"{sign} {each[key]:.10g}" for each in shapes for key, sign in _LIMITS.items() if key in each]
     texts = [f"matches `{each['pattern']}`" for each in shapes if "pattern" in each]
-    texts += [f"length ≥ {each[key]}" for each in shapes for key in ("minLength", "minItems") if key in each]
+    texts += [f"characters ≥ {each['minLength']}" for each in shapes if "minLength" in each]
+    # Only lists of fixed length have a least length.
+    texts += [f"length {each['minItems']}" for each in shapes if "minItems" in each]
     return ", ".join(ranges + texts)
 
 

@@ -33,7 +33,7 @@ from rollmill.tasks.train.service.trainer_client import TrainerClient
 async def verify_sync(run: str, config: RunConfig) -> str:
     """Send the weights of a run's last version to its servers and compare all of them; the run is locked meanwhile.
 
-    Only the run's incarnation changes. Services are launched or attached to as when the run is resumed.
+    Only the run's epoch and incarnation change. Services are launched or attached to as when the run is resumed.
 
     Args:
         run: the run's folder, or s3://bucket/prefix.

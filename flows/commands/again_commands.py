@@ -223,7 +223,7 @@ def replay(
             metavar="launch|none", help="With --attribute: none leaves out the phases that need a trainer."
         ),
     ] = "launch",
-    as_json: AsJson = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --attribute: print one JSON object.")] = False,
 ) -> None:
     """Apply a run's stored batches again and compare with its checkpoint byte for byte; writes nothing to the run.
 
@@ -247,7 +247,7 @@ def replay(
 def verify_sync(run: RunLocation, overrides: Overrides = None) -> None:
     """Send a run's weights to its servers, and compare every tensor and the live models; exit status 1: they differ.
 
-    The run is locked meanwhile; only its incarnation changes. Try another transport or mode with --set
+    The run is locked meanwhile; only its epoch and incarnation change. Try another transport or mode with --set
     sync.transport=files, --set sync.mode=second_copy.
     """
     from rollmill.flows.commands.stored_runs import verify_sync_here

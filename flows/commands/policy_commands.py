@@ -30,7 +30,7 @@ Margin = Annotated[float, typer.Option(min=1e-6, help="Largest loss of mean rewa
 ErrorRate = Annotated[
     float,
     typer.Option(
-        min=1e-6, max=0.5, help="Probability, at most, that a policy passes that is worse by the margin."
+        min=1e-6, max=0.5, help="Largest probability with which a policy that is worse by the margin passes."
     ),
 ]
 MinReward = Annotated[

@@ -86,7 +86,10 @@ def import_logs(
         str,
         typer.Option(help="Folder of the run below store.root; default: the preset's name and -imported."),
     ] = "",
-    redo_failed: RedoFailed = False,
+    redo_failed: Annotated[
+        bool,
+        typer.Option("--redo-failed", help="Score again what the scorer failed on, in unfinished steps."),
+    ] = False,
     overrides: Overrides = None,
 ) -> None:
     """Store conversations that another system logged as rollouts of a run, and score them; run it again to add new ones."""

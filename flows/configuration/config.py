@@ -257,7 +257,12 @@ class RetrainConfig(StageConfig):
     sources: tuple[str, ...] = setting(
         (), "Runs whose rollouts are trained on: folders, or s3://bucket/prefix.", fixed=True, basic=True
     )
-    scores: str = setting("", "Scores to take rewards from, as NAME@VERSION.", fixed=True, basic=True)
+    scores: str = setting(
+        "",
+        "Scores to take rewards from, as NAME@VERSION; every source must have them. It has no default.",
+        fixed=True,
+        basic=True,
+    )
     where: str = setting(
         "",
         "Condition in SQL on the stored groups to draw from, such as `step < 10 and reward between 0.2 and 0.8` "
@@ -266,7 +271,7 @@ class RetrainConfig(StageConfig):
     )
     order_by: str = setting(
         "",
-        "Keys in SQL by which each pass draws the groups, such as `reward desc, step`; empty: in random order.",
+        "Keys in SQL by which each pass orders the groups, such as `reward desc, step`; not together with `weight`. Empty: random order.",
         fixed=True,
     )
     weight: str = setting(
@@ -325,7 +330,7 @@ class AnnotateConfig(FlowConfig):
     max_in_flight: int = setting(256, "Largest number of concurrent requests to the teacher.", ge=1)
     start_timeout_s: float = setting(
         600.0,
-        "Time limit for a launched trainer or vLLM server to become healthy, in seconds.",
+        "Time limit for a launched vLLM server to become healthy, in seconds.",
         gt=0.0,
         le=YEAR_S,
     )
@@ -374,8 +379,8 @@ class RunConfig(FlowConfig):
     environments: Environments = setting(
         (),
         "Several environments in one run: each has a name, a weight, by which a step's groups are shared, and the settings of rollout, "
-        "score and evaluate in which it differs from the run; by name, as environments.add.weight=2, or as a list. Empty: the one of "
-        "rollout.environment.",
+        "score and evaluate in which it differs from the run. They are given by name, as environments.NAME.weight=2, or as a list. "
+        "Empty: the one of rollout.environment.",
         fixed=True,
     )
 

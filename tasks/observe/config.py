@@ -9,7 +9,7 @@ class ObserveConfig(StageConfig):
     task_runs: Literal["all", "groups", "events"] = setting(
         "all",
         "What Prefect records of a step's groups: all: a task run for each rollout and each score; groups: one for each group; "
-        "events: no task run, but an event for each group, as for steps of more than 2,000 groups.",
+        "events: no task run, but an event for each group. Steps of more than 2,000 groups always have events.",
     )
     rollout_tags: tuple[str, ...] = setting(
         (),
@@ -19,7 +19,7 @@ class ObserveConfig(StageConfig):
     score_tags: tuple[str, ...] = setting((), "Tags of score task runs, as observe.rollout_tags.")
     viewer_url: str = setting(
         "http://127.0.0.1:4300",
-        "Address that the pages link to for trajectories, where `rollmill view RUN` listens; empty: no links.",
+        "Address at which `rollmill view RUN` listens, for the links to trajectories on Prefect's pages; empty: no links.",
         pattern=LINK,
     )
     diagnostics: bool = setting(

@@ -240,7 +240,7 @@ class RolloutConfig(StageConfig):
     agent: AgentConfig = setting(AgentConfig(), "The program of the environment `agent`.")
     sandbox: SandboxConfig = setting(
         SandboxConfig(),
-        "Where the environment shell runs commands of the policy, and yours if it asks for it.",
+        "The sandbox of the environment `shell`, and of your environments that open one.",
     )
     chat_template: str = setting(
         "",
@@ -263,8 +263,8 @@ class RolloutConfig(StageConfig):
     problem_weight: str = setting(
         "",
         "Number in SQL, for each training problem, to which the chance that a step draws it is proportional, such as "
-        "coalesce(reward_std, 1) + 0.05; empty: each problem once an epoch. It has the columns problem, visits, steps_ago, reward, "
-        "reward_std and tokens, of the run's earlier steps; all but problem and visits are null before the first visit.",
+        "coalesce(reward_std, 1) + 0.05; empty: each problem once an epoch. The columns are problem, visits, steps_ago, reward, "
+        "reward_std and tokens, of the run's earlier steps; all but problem and visits are null before the problem's first visit.",
     )
     replay: ReplayConfig = setting(ReplayConfig(), "Stored groups in the steps.")
     longest_first: bool = setting(
@@ -296,7 +296,7 @@ class RolloutConfig(StageConfig):
     sampling: SamplingConfig = setting(SamplingConfig(), "How tokens are chosen.")
     max_staleness: int = setting(
         0,
-        "Largest number of policy versions from the one that began a trajectory to the step that trains on it (also "
+        "Largest number of policy versions by which the first one of a trajectory may be behind the step that trains on it (also "
         "called async level); 0: strictly on-policy.",
         ge=0,
         fixed=True,
@@ -335,7 +335,7 @@ class RolloutConfig(StageConfig):
     )
     env_workers: int = setting(
         0,
-        "Worker processes of the environment; 0: it runs in the flow's process; agent, openenv, nemo_gym and verifiers have one worker.",
+        "Worker processes of the environment; 0: it runs in the flow's process, but agent, openenv, nemo_gym and verifiers in one worker.",
         ge=0,
         le=4096,
     )

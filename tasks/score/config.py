@@ -79,13 +79,13 @@ class ScoreConfig(StageConfig):
     )
     credit: Literal["trajectory", "turn", "token"] = setting(
         "trajectory",
-        "What an advantage is for. trajectory: all sampled tokens of a trajectory have the same. turn, token: each turn or token has a "
+        "What has one advantage. trajectory: all sampled tokens of a trajectory. turn, token: each turn or token has a "
         "separate one, from the rewards that follow it, compared with the same turn or token of the group.",
         fixed=True,
     )
     discount: float = setting(
         1.0,
-        "Factor of a later reward for each turn or token that it is away, with `credit` turn or token. 0: only its own reward.",
+        "Discount of a later reward for each turn or token of its distance, with `credit` turn or token. 0: only its own reward.",
         ge=0.0,
         le=1.0,
         fixed=True,
@@ -96,7 +96,7 @@ class ScoreConfig(StageConfig):
     judge: JudgeConfig = setting(JudgeConfig(), "The LLM of the scorers judge and ruler.")
     reward_model: RewardModelConfig = setting(RewardModelConfig(), "The model of the scorer reward_model.")
     sandbox: SandboxConfig = setting(
-        SandboxConfig(), "Where the scorer code runs programs of the policy, and yours if it asks for it."
+        SandboxConfig(), "The sandbox of the scorer `code`, and of your scorers that open one."
     )
     timeout_s: float = setting(60.0, "Time limit of one call of a scorer, in seconds.", gt=0.0, le=YEAR_S)
     workers: int = setting(1, "Worker processes for scorers that are not asynchronous.", ge=1, le=4096)

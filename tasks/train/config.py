@@ -129,8 +129,8 @@ class TrainConfig(StageConfig):
     )
     micro_batch_tokens: int = setting(
         8192,
-        "Largest number of tokens, padding included, of one forward pass of a rank. All segments of a trajectory are in one: an "
-        "environment that changes the context ends where they would be more.",
+        "Largest number of tokens, padding included, of one forward pass of a rank. All segments of a trajectory are in one: where an "
+        "environment changes the context, an episode is truncated before they could have more tokens.",
         ge=1,
     )
     gradient_checkpointing: bool = setting(
@@ -295,7 +295,9 @@ class CheckpointConfig(StageConfig):
         0, "Checkpoints of versions that are multiples of this are never deleted; 0: none.", ge=0
     )
     export_every: int = setting(
-        0, "Steps between two versions that are exported as Hugging Face folders to policies/; 0: none.", ge=0
+        0,
+        "Steps between two versions that are exported as Hugging Face folders to RUN/policies/; 0: none.",
+        ge=0,
     )
 
 
