@@ -18,10 +18,12 @@ PAGE = (ROOT / "docs" / "reference" / "settings.md").read_text()
 DEFAULTS = RunConfig().model_dump(mode="json")
 ROWS = {
     cells[0].strip("| `"): [cell.strip() for cell in cells[1:]]
-    for cells in (re.split(r" (?<!\\)\| ?", f"{line.removesuffix('|')}| ") for line in PAGE.splitlines())
+    for cells in (
+        re.split(r" (?<!\\)\| ?", f"{line.removesuffix('|')}| ") for line in reversed(PAGE.splitlines())
+    )
     if cells[0].startswith("| `") and len(cells) >= 6
 }
-"""Type, default, allowed values, mark and meaning of each setting, by its name."""
+"""Type, default, allowed values, mark and meaning of each setting, by its name; of a name that two flows have, the row of runs, the first."""
 
 
 def describe_settings(model: type[StageConfig], prefix: str = "") -> dict[str, str]:
