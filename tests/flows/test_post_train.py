@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -96,6 +97,7 @@ def test_a_run_survives_ctrl_c_sigkill_and_the_death_of_both_services(
     assert f"resuming {run.relative_to(workplace.folder)}" in output, output
     # The kill came before or after the last step's batch was stored.
     assert "resuming at step " in output, output
+    check_said(run, output)
     check_finished(workplace, run, stored)
     check_time_of_restarts(run)
     reseeded = workplace.run(*RUN, "--set", "seed=5")
@@ -107,6 +109,17 @@ def test_a_run_survives_ctrl_c_sigkill_and_the_death_of_both_services(
     check_evaluable(workplace, run, stub_python)
     verified = workplace.run("verify", "small")
     assert verified.returncode == 0, verified.stdout
+
+
+def check_said(run: Path, output: str) -> None:
+    """A run names its page in Prefect, and the seconds of a step are those that it stores."""
+    said = " ".join(output.split())
+    assert re.search(r"flow run: http://\S+/flow-run/", said), output
+    metrics = pl.scan_ipc(run / "metrics/**/*.arrow").filter(name="time/step_s").collect()
+    stored = {(step, f"{value:.1f}") for step, value in metrics.select("step", "value").iter_rows()}
+    steps = re.findall(rf"step (\d+) \(\d+ of {STEPS}\): reward \S+ \S+ tok/s, (\S+) s", said)
+    assert steps, output
+    assert {(int(step), seconds) for step, seconds in steps} <= stored
 
 
 def check_time_of_restarts(run: Path) -> None:
