@@ -20,6 +20,15 @@ NOT_COMPARED = "stopped; not everything was compared, run the same command to st
 Result = TypeVar("Result")
 
 
+class ServerFailedError(RollmillError):
+    """Prefect's server did not answer a request that a flow cannot do without."""
+
+    def __init__(self, error: Exception, remedy: str) -> None:
+        # What follows the dash repeats it, or names a page about HTTP.
+        what = str(error).partition(" - ")[0] or type(error).__name__
+        super().__init__(f"Prefect's server has ended, or is overloaded ({what}); {remedy}")
+
+
 def run_flow(
     call: Callable[[], Coroutine[Any, Any, Result]],
     *,
@@ -68,6 +77,7 @@ def exit_in_time(
         RollmillError: the flow failed.
     """
     # Prefect may be imported only now; see `run_flow`.
+    import httpx
     from prefect.exceptions import TerminationSignal
 
     from rollmill.flows.failure import PREFECT_ERRORS, causes
@@ -79,15 +89,19 @@ def exit_in_time(
         status = 0
     except (*stops, *PREFECT_ERRORS) as error:
         errors = list(causes(error))
-        if isinstance(error, PREFECT_ERRORS):
+        failure = next((each for each in errors if isinstance(each, RollmillError)), None)
+        is_stopped = any(isinstance(each, stops) for each in errors)
+        if isinstance(error, httpx.HTTPError) and not (failure or is_stopped or is_done()):
+            failure = ServerFailedError(error, if_stopped.removeprefix("stopped; "))
+        elif isinstance(error, PREFECT_ERRORS):
             typer.echo(f"Prefect's server did not record how the run ended ({error})", err=True)
-        if any(isinstance(each, stops) for each in errors):
+        if is_stopped:
             typer.echo(if_stopped, err=True)
             numbers = [each.signal for each in errors if isinstance(each, TerminationSignal)]
             # The status that a shell expects of a process that a signal ended.
             status = 128 + (numbers[0] if numbers else signal.SIGINT)
             raise SystemExit(status) from None
-        if failure := next((each for each in errors if isinstance(each, RollmillError)), None):
+        if failure:
             raise failure from None
         if not is_done():
             raise

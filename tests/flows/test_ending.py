@@ -59,6 +59,29 @@ def test_a_stopped_command_that_cannot_be_resumed_reports_it() -> None:
     assert "to resume" not in ended.stderr
 
 
+def test_a_server_that_fails_is_an_error_with_a_remedy_unless_the_work_is_done() -> None:
+    for is_done in (False, True):
+        lines = (
+            "import httpx",
+            "from rollmill.flows.commands.flow_process import exit_in_time",
+            "from rollmill.tasks.errors import RollmillError",
+            "said = 'Server error 503 for url /task_runs/ - Response: ...'",
+            "try:",
+            f"    with exit_in_time(lambda: {is_done}, 60.0): raise httpx.HTTPStatusError(said, request=None, response=None)",
+            "except RollmillError as error: print(error)",
+        )
+        ended = subprocess.run(
+            [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60
+        )
+        assert ended.stdout == (
+            ""
+            if is_done
+            else "Prefect's server has ended, or is overloaded (Server error 503 for url /task_runs/); "
+            "run the same command again to resume\n"
+        )
+        assert ("did not record how the run ended" in ended.stderr) == is_done, ended.stderr
+
+
 def test_a_thread_that_user_code_left_running_does_not_keep_the_process() -> None:
     lines = (
         "import asyncio, time",
