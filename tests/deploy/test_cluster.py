@@ -26,6 +26,7 @@ def client(cluster: Cluster, n: int) -> httpx.Client:
     return httpx.Client(base_url=cluster.api_urls[n], auth=(user, password), timeout=60.0, trust_env=False)
 
 
+@pytest.mark.long
 @pytest.mark.service
 def test_every_task_run_of_a_burst_is_recorded_and_the_other_api_server_knows_it(cluster: Cluster) -> None:
     burst = burst_elsewhere(N_TASK_RUNS, cluster.client)

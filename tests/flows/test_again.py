@@ -262,6 +262,7 @@ def test_a_rescoring_that_fails_throughout_ends_with_status_1_until_it_is_redone
     assert len(scores) == N - 1
 
 
+@pytest.mark.long
 def test_a_killed_comparison_of_scorers_resumes_and_samples_no_token_to_train_on(
     workplace: Any, source: Path, tied_model: Path, stub_python: str
 ) -> None:

@@ -84,7 +84,13 @@ def run_agent(workplace: Any, command: str, **further: object) -> Recorded:
     return Recorded(workplace.folder / "runs" / "small", answers)
 
 
-@pytest.mark.parametrize("agent", COMMANDS)
+@pytest.mark.parametrize(
+    "agent",
+    [
+        "ask.sh",
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("ask_twice.py", "pydantic_ai_agent.py")),
+    ],
+)
 def test_an_unchanged_program_plays_and_what_vllm_sampled_is_trained_on_bit_for_bit(
     workplace: Any, agent: str
 ) -> None:

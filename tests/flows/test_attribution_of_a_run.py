@@ -49,6 +49,7 @@ async def store_batches(folder: RunFolder, steps: int = STEPS) -> None:
         write_manifest(store.files, replace(store.manifest, trains=True), store.manifest)
 
 
+@pytest.mark.long
 def test_a_steps_phases_are_measured_and_nothing_is_written_into_the_run(
     workplace: Any, stub_python: str
 ) -> None:

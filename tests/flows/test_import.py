@@ -25,6 +25,7 @@ DEADLINE_S = 120.0
 N_PROMPTS = 30
 
 
+@pytest.mark.long
 def test_a_killed_import_resumes_adds_what_is_new_and_has_each_conversation_once(workplace: Any) -> None:
     log = write_log(workplace.folder / "chats.jsonl", range(10, 10 + N_PROMPTS))
     words = ("import", "small", str(log), "--name", "logs")

@@ -316,10 +316,11 @@ def test_a_run_killed_again_and_again_is_the_run_that_never_was(
     assert place.weights(tmp_path) == whole, "the updates are not those of a run never killed"
 
 
-@pytest.mark.parametrize("n_kills", [4, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_trajectories_of_several_segments_are_kept_and_trained_on_once_whenever_the_flow_is_killed(
-    place: Place, n_kills: int, tmp_path: Path
+    place: Place, tmp_path: Path
 ) -> None:
+    n_kills = 20
     overrides = ("rollout.environment=segment_environments:Segments", "score.scorer=environment")
     whole, killed = f"segments-{n_kills}", f"killed-segments-{n_kills}"
     place.finish(whole, *overrides)
@@ -352,6 +353,7 @@ def read_training(folder: RunFolder) -> pl.DataFrame:
     return stored.unique(["step", "name", "env", "stat"], keep="last").sort("step", "name", "env", "stat")
 
 
+@pytest.mark.long
 def test_a_run_killed_and_resumed_with_other_settings_is_one_that_changed_them_at_the_same_step(
     place: Place, tmp_path: Path
 ) -> None:

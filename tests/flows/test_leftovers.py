@@ -132,6 +132,7 @@ def test_an_ended_flow_run_keeps_its_state(server: Server, tmp_path: Path) -> No
     assert (server.state(ended), server.task_runs(ended)) == ("COMPLETED", {"COMPLETED": 5})
 
 
+@pytest.mark.long
 def test_a_killed_run_is_shown_as_crashed_and_the_resumed_one_as_complete(
     workplace: Any, server: Server
 ) -> None:

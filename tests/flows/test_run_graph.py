@@ -71,6 +71,7 @@ def test_the_graph_is_right_of_a_killed_run_and_of_the_one_that_resumes_it(
     assert all(node.state == "COMPLETED" for node in after)
 
 
+@pytest.mark.long
 async def test_the_graph_is_right_after_a_kill_and_a_retry_in_one_flow_run(
     workplace: Any, prefect_api: str
 ) -> None:
