@@ -43,7 +43,7 @@ deploy: setup  ## create the work pool and all deployments of prefect.yaml on th
 	@.venv/bin/rollmill deploy $(ARGS)
 
 test: setup $(OPENENV_STAMP) test-packages  ## the tests that `check` leaves out: services, slow ones; not the long ones
-	@.venv/bin/pytest $(SIDE_BY_SIDE) 2 -m "(service or slow) and not long" $(ARGS)
+	@.venv/bin/pytest $(SIDE_BY_SIDE) 2 -m "(service or slow or sandbox) and not long" $(ARGS)
 
 test-all: setup $(OPENENV_STAMP) test-packages  ## all tests
 	@.venv/bin/pytest $(SIDE_BY_SIDE) 2 -m "" $(ARGS)

@@ -10,6 +10,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +18,11 @@ import httpx
 import hypothesis
 import pytest
 
+from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
 from rollmill.tasks.rollout.chat_tokenizer import save_character_tokenizer
+from rollmill.tasks.sandbox.bubblewrap import check_bubblewrap
+from rollmill.tasks.sandbox.config import SandboxConfig
 from rollmill.tasks.serve import vllm_launch
 from rollmill.tasks.serve.config import ServeConfig
 from rollmill.tasks.serve.vllm_client import VllmClient
@@ -54,6 +58,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marks = {mark.name for mark in item.iter_markers()}
         expected_s[item.path] += 30.0 if "service" in marks else 5.0 if "slow" in marks else 0.05
     items.sort(key=lambda item: expected_s[item.path], reverse=True)
+
+
+@cache
+def find_sandbox_obstacle() -> str:
+    """Why no sandbox can start on this machine; empty if one can."""
+    try:
+        check_bubblewrap("sandbox", SandboxConfig())
+    except ConfigError as error:
+        return error.remedy
+    return ""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that needs a sandbox where none can start."""
+    if item.get_closest_marker("sandbox") and (obstacle := find_sandbox_obstacle()):
+        pytest.skip(obstacle)
 
 
 ROOT = Path(__file__).parents[1]

@@ -94,7 +94,7 @@ def test_the_workers_extra_and_the_vllm_versions_are_those_of_the_project() -> N
         assert project[kind] == [line[1]]
 
 
-@pytest.mark.parametrize("machine", ["laptop", "gpu"])
+@pytest.mark.parametrize("machine", [pytest.param("laptop", marks=pytest.mark.slow), "gpu"])
 def test_vllm_in_compose_is_started_as_the_command_starts_it(machine: str) -> None:
     settings = settings_of(ROOT / "deploy" / f"{machine}.env")
     config = load(settings["ROLLMILL_PRESET"]).serve.model_copy(update={"python": python_of(machine)})

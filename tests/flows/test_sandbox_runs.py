@@ -10,7 +10,6 @@ import polars as pl
 import pytest
 from flow_processes import Runs
 from marked_processes import find_marked_processes
-from sandbox_permission import needs_sandbox
 
 from rollmill.flows.prefect_integration.prefect_api import QUIET_TERMINAL, SHORT_RETRIES
 from rollmill.tasks.processes.launched_process import free_port
@@ -19,7 +18,7 @@ from rollmill.tasks.store.verify.run_verification import verify_run
 from tests.stubs.toy_settings import validate_toy
 from tests.stubs.vllm_server import StubVllmServer
 
-pytestmark = [pytest.mark.service, needs_sandbox]
+pytestmark = [pytest.mark.service, pytest.mark.sandbox]
 
 STEPS, GROUPS, GROUP_SIZE = 2, 4, 8
 # As the tokenizer writes bytes: the fifth is the end of a line.

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from sandbox_permission import needs_sandbox
 
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.processes.supervisor import descendants
@@ -49,7 +48,7 @@ def nothing_is_left() -> Iterator[None]:
     assert set(descendants(os.getpid())) <= before
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 async def test_files_stay_between_turns_and_the_check_gives_the_reward() -> None:
     episode = await begin("sum-5")
     (opening,) = await episode.reply(())
@@ -64,7 +63,7 @@ async def test_files_stay_between_turns_and_the_check_gives_the_reward() -> None
     }
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 @pytest.mark.parametrize(
     "command", ["true", "echo 14 > answer.txt", "mkfifo answer.txt", "ln -s /dev/zero answer.txt"]
 )
@@ -75,7 +74,7 @@ async def test_a_task_that_is_not_done_has_no_reward(command: str) -> None:
     assert (await episode.close())["reward"] == 0.0
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 async def test_a_check_that_blocks_ends_before_the_limit_of_a_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -86,12 +85,12 @@ async def test_a_check_that_blocks_ends_before_the_limit_of_a_command(
         assert (await episode.close())["reward"] == 0.0
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 async def test_an_episode_without_a_call_is_graded_too() -> None:
     assert (await (await begin("files-3")).close())["reward"] == 0.0
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 async def test_every_built_in_task_can_be_done() -> None:
     answers = {
         "lines-4": "grep -c . log.txt",
@@ -106,7 +105,7 @@ async def test_every_built_in_task_can_be_done() -> None:
         assert (await episode.close())["reward"] == 1.0, name
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 async def test_what_is_no_call_of_the_tool_is_answered() -> None:
     episode = await begin("sum-5")
     said = call("true", "python") + call(3) + '<tool_call>{"name": "shell", "arguments": {}}</tool_call>'
@@ -117,7 +116,7 @@ async def test_what_is_no_call_of_the_tool_is_answered() -> None:
     await episode.close()
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "shown"),
@@ -152,7 +151,7 @@ async def test_a_command_that_is_stopped_says_so_and_the_episode_is_a_row(comman
     }
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 async def test_the_commands_of_one_message_share_the_time_of_a_call_of_the_environment() -> None:
     config = CONFIG.model_copy(update={"env_timeout_s": 1.5})
     episode = await begin("sum-5", config)
@@ -177,7 +176,7 @@ def own_tasks(folder: Path, *columns: str) -> RolloutConfig:
     return CONFIG.model_copy(update={"prompts": prompts})
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 @pytest.mark.parametrize(("command", "reward"), [("cp start greeting", 1.0), ("echo hi > greeting", 0.0)])
 async def test_tasks_come_from_a_file_and_the_content_of_files_is_compared(
     tmp_path: Path, command: str, reward: float

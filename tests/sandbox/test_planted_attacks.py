@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from sandbox_permission import needs_sandbox
 
 from rollmill.tasks.processes.supervisor import descendants
 from rollmill.tasks.sandbox.bubblewrap import MAX_FILES, OUTPUT_BYTES, pass_filter, sandbox_command
@@ -19,7 +18,7 @@ from rollmill.tasks.sandbox.finished import Finished
 from rollmill.tasks.sandbox.first_process import ANSWER, REQUEST
 from rollmill.tasks.sandbox.sandbox import open_sandbox
 
-pytestmark = needs_sandbox
+pytestmark = pytest.mark.sandbox
 
 MIB = 1 << 20
 CONFIG = SandboxConfig(timeout_s=8.0, memory_bytes=128 * MIB)

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from sandbox_permission import needs_sandbox
 
 from rollmill.tasks.errors import ScoreError
 from rollmill.tasks.sandbox.config import SandboxConfig
@@ -23,7 +22,7 @@ def score(program: str, config: ScoreConfig = CONFIG, **example: object) -> Rewa
     return CodeScorer.from_config(config).score(candidate)
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 @pytest.mark.parametrize(
     ("program", "tests"),
     [
@@ -92,7 +91,7 @@ class Checks(IsolatedAsyncioTestCase):
 """
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 @pytest.mark.parametrize(
     ("program", "passed"),
     [
@@ -108,7 +107,7 @@ def test_classes_and_asynchronous_functions_of_tests_are_run(tests: str, program
     assert (reward.value, reward.components["passed"]) == (float(passed == 1.0), passed)
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 @pytest.mark.parametrize(
     "tests",
     [
@@ -152,7 +151,7 @@ def add(a, b): return All()
 """
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 @pytest.mark.parametrize(
     "program",
     [
@@ -190,7 +189,7 @@ def test_a_program_cannot_fake_that_it_passes(program: str) -> None:
     assert reward.components["passed"] < 1.0
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 def test_an_answer_that_the_program_sends_by_itself_replaces_no_name_of_python() -> None:
     """Its process answers before it is asked: that it defines `sorted`, and then always 3, so that all that is sorted is equal."""
     program = """\
@@ -209,7 +208,7 @@ for _ in range(9): send(3)
     assert score(program, tests="assert sorted([2, 1]) == sorted([9])").value == 0.0
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 def test_a_program_does_not_find_what_is_expected_in_the_judges_memory() -> None:
     program = """\
 import ctypes, os, re
@@ -231,7 +230,7 @@ def add(a, b): return search(os.getppid())
     assert score(program, tests="assert add(1, 2) == 918273645 # EXPECTED918273645").value == 0.0
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 def test_the_reward_is_all_or_nothing_and_the_share_a_component() -> None:
     tests = [*ADD, "def test_a():\n    assert add(0, 0) == 0\ndef test_b():\n    assert add(5, 5) == 10"]
     reward = score("def add(a, b): return a + b if a < 5 else 0", tests=tests)
@@ -240,18 +239,18 @@ def test_the_reward_is_all_or_nothing_and_the_share_a_component() -> None:
     assert (half.value, half.components["passed"]) == (0.0, 0.5)
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 def test_a_program_reads_each_case_and_spaces_at_the_ends_of_lines_do_not_count() -> None:
     reward = score("a, b = map(int, input().split())\nprint(a + b, ' \\n')", cases=json.dumps(SUMS))
     assert (reward.value, reward.components["passed"]) == (1.0, 1.0)
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 def test_a_right_output_with_a_failed_exit_does_not_pass() -> None:
     assert score("print(3); raise SystemExit(1)", cases=SUMS[:1]).value == 0.0
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 @pytest.mark.parametrize(
     ("program", "limit"),
     [
@@ -276,7 +275,7 @@ def test_a_program_that_is_stopped_has_no_reward_and_the_reason(
     assert {name for name, value in reward.components.items() if value} == {limit}
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 def test_all_programs_of_a_candidate_together_end_before_the_scorers_time_limit() -> None:
     """Otherwise a slow program would be a failed score, and many of them end the run."""
     config = ScoreConfig(timeout_s=2.0, sandbox=SandboxConfig(timeout_s=10.0))
@@ -286,7 +285,7 @@ def test_all_programs_of_a_candidate_together_end_before_the_scorers_time_limit(
         assert (reward.value, reward.components["time_limit"]) == (0.0, 1.0)
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 def test_without_a_code_block_nothing_runs() -> None:
     candidate = Candidate("t", {"tests": ADD}, [{"role": "assistant", "content": "def add(a, b): ..."}], True)
     reward = CodeScorer.from_config(CONFIG).score(candidate)
