@@ -19,7 +19,7 @@ from torch import nn
 from rollmill.tasks.sync.adapters import read_weights
 from rollmill.tasks.sync.vllm_plugin.private_vllm import Weights, find_packed_kernel
 
-N_COLUMNS = 8
+N_COLUMNS = 64
 """Columns of each matrix that are read after an update."""
 
 Sums = dict[str, int]
