@@ -22,6 +22,7 @@ from rollmill.tasks.sync.weight_messages import SendResult
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.service.answers import CheckpointWritten, StepResult
 from rollmill.tasks.train.service.commands import AwaitCheckpoint, SendWeights, TrainStep
+from tests.stubs.toy_settings import validate_toy
 from tests.stubs.trainer import StubTrainer
 
 pytestmark = [pytest.mark.service, pytest.mark.long]
@@ -90,7 +91,7 @@ def trainer() -> Iterator[tuple[HeldTrainer, dict[str, Any]]]:
     """A trainer that can be held in a phase, and the settings of a run that attaches to it."""
     port = free_port()
     settings = {"url": f"http://127.0.0.1:{port}", "max_skipped_steps": STEPS}
-    held = HeldTrainer(TrainConfig.model_validate(settings))
+    held = HeldTrainer(validate_toy({"train": settings}).train)
     control = held.serve(port)
     try:
         yield held, settings
