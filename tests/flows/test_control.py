@@ -9,7 +9,7 @@ from uuid import UUID
 import httpx
 import pytest
 from aiohttp import web
-from deployed_run import DEADLINE_S, NAME, Deployed, deploy
+from deployed_run import DEADLINE_S, ENDED, NAME, Deployed, deploy
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -33,8 +33,6 @@ SECRETS = {
 }
 OF_SERVICES = ("VLLM_API_KEY", "ROLLMILL_TRAINER_TOKEN")
 """Variables in which launched services get the keys that were made for them."""
-ENDED = {"Completed", "Cancelled", "RolledBack"}
-"""States in which a cancelled run may leave its task runs. Prefect calls one that the cancellation met at its very end RolledBack."""
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,8 @@ LOOK_AGAIN_S = 0.2
 NAME = "controlled"
 WORK = ("/ rollout ", "/ score ", "/ evaluate ", "/ train ", "/ sync ")
 """Names of task runs that do something."""
+ENDED = {"Completed", "Cancelled", "RolledBack"}
+"""States in which a cancelled run may leave its task runs. Prefect calls one that the cancellation met at its very end RolledBack."""
 
 
 class Deployed:
