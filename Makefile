@@ -42,7 +42,7 @@ quickstart: setup  ## set everything up, then run the main job; ARGS="--set seed
 deploy: setup  ## create the work pool and all deployments of prefect.yaml on the Prefect server
 	@.venv/bin/rollmill deploy $(ARGS)
 
-test: setup $(OPENENV_STAMP) test-packages  ## the tests that `check` leaves out: services, slow ones; not the long ones
+test: setup $(OPENENV_STAMP) test-packages  ## tests with services, and slow ones, which `check` leaves out; not the long ones
 	@.venv/bin/pytest $(SIDE_BY_SIDE) 2 -m "(service or slow or sandbox) and not long" $(ARGS)
 
 test-all: setup $(OPENENV_STAMP) test-packages  ## all tests

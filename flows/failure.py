@@ -13,6 +13,17 @@ from rollmill.tasks.errors import RollmillError
 PREFECT_ERRORS = (httpx.HTTPError, PrefectException, TimeoutError)
 
 
+class FailedRequestError(RollmillError):
+    """A request to Prefect's server failed that a flow cannot do without."""
+
+    def __init__(self, error: httpx.HTTPError, remedy: str) -> None:
+        # What follows the dash repeats it, or names a page about HTTP.
+        what = str(error).partition(" - ")[0] or type(error).__name__
+        super().__init__(
+            f"a request to Prefect's server failed ({what}): it may have ended, or be overloaded; {remedy}"
+        )
+
+
 @contextmanager
 def one_error() -> Iterator[None]:
     """In the block, raise one error instead of an exception group: its first RollmillError, otherwise its first error.

@@ -20,15 +20,6 @@ NOT_COMPARED = "stopped; not everything was compared, run the same command to st
 Result = TypeVar("Result")
 
 
-class ServerFailedError(RollmillError):
-    """Prefect's server did not answer a request that a flow cannot do without."""
-
-    def __init__(self, error: Exception, remedy: str) -> None:
-        # What follows the dash repeats it, or names a page about HTTP.
-        what = str(error).partition(" - ")[0] or type(error).__name__
-        super().__init__(f"Prefect's server has ended, or is overloaded ({what}); {remedy}")
-
-
 def run_flow(
     call: Callable[[], Coroutine[Any, Any, Result]],
     *,
@@ -80,7 +71,7 @@ def exit_in_time(
     import httpx
     from prefect.exceptions import TerminationSignal
 
-    from rollmill.flows.failure import PREFECT_ERRORS, causes
+    from rollmill.flows.failure import PREFECT_ERRORS, FailedRequestError, causes
 
     stops = (KeyboardInterrupt, TerminationSignal, asyncio.CancelledError)
     status = 1
@@ -92,7 +83,7 @@ def exit_in_time(
         failure = next((each for each in errors if isinstance(each, RollmillError)), None)
         is_stopped = any(isinstance(each, stops) for each in errors)
         if isinstance(error, httpx.HTTPError) and not (failure or is_stopped or is_done()):
-            failure = ServerFailedError(error, if_stopped.removeprefix("stopped; "))
+            failure = FailedRequestError(error, if_stopped.removeprefix("stopped; "))
         elif isinstance(error, PREFECT_ERRORS):
             typer.echo(f"Prefect's server did not record how the run ended ({error})", err=True)
         if is_stopped:

@@ -79,13 +79,13 @@ class ScoreConfig(StageConfig):
     )
     credit: Literal["trajectory", "turn", "token"] = setting(
         "trajectory",
-        "What has one advantage. trajectory: all sampled tokens of a trajectory. turn, token: each turn or token has a "
+        "Which tokens share one advantage. trajectory: all sampled tokens of a trajectory. turn, token: each turn or token has a "
         "separate one, from the rewards that follow it, compared with the same turn or token of the group.",
         fixed=True,
     )
     discount: float = setting(
         1.0,
-        "Discount of a later reward for each turn or token of its distance, with `credit` turn or token. 0: only its own reward.",
+        "Factor that multiplies a later reward for each turn or token in between, with `credit` turn or token. 0: only its own reward.",
         ge=0.0,
         le=1.0,
         fixed=True,

@@ -76,7 +76,7 @@ def test_a_server_that_fails_is_an_error_with_a_remedy_unless_the_work_is_done()
         assert ended.stdout == (
             ""
             if is_done
-            else "Prefect's server has ended, or is overloaded (Server error 503 for url /task_runs/); "
+            else "a request to Prefect's server failed (Server error 503 for url /task_runs/): it may have ended, or be overloaded; "
             "run the same command again to resume\n"
         )
         assert ("did not record how the run ended" in ended.stderr) == is_done, ended.stderr
