@@ -11,6 +11,7 @@ from rollmill.flows.prefect_integration import local_server
 from tests.stubs.prefect_cluster import SETTINGS, Cluster, prefect_cluster, settings_of
 from tests.stubs.task_run_burst import burst_elsewhere
 
+pytestmark = [pytest.mark.service, pytest.mark.long]
 N_TASK_RUNS = 5000
 
 
@@ -26,8 +27,6 @@ def client(cluster: Cluster, n: int) -> httpx.Client:
     return httpx.Client(base_url=cluster.api_urls[n], auth=(user, password), timeout=60.0, trust_env=False)
 
 
-@pytest.mark.long
-@pytest.mark.service
 def test_every_task_run_of_a_burst_is_recorded_and_the_other_api_server_knows_it(cluster: Cluster) -> None:
     burst = burst_elsewhere(N_TASK_RUNS, cluster.client)
     assert burst["recorded"] == N_TASK_RUNS
@@ -38,20 +37,17 @@ def test_every_task_run_of_a_burst_is_recorded_and_the_other_api_server_knows_it
         assert other.post("/task_runs/count", json=completed).json() == N_TASK_RUNS
 
 
-@pytest.mark.service
 def test_a_variable_that_one_api_server_stores_is_read_by_the_other(cluster: Cluster) -> None:
     with client(cluster, 0) as one, client(cluster, 1) as other:
         variable = one.post("/variables/", json={"name": "shared", "value": 1}).json()
         assert other.get(f"/variables/{variable['id']}").json()["value"] == 1
 
 
-@pytest.mark.service
 def test_api_servers_require_the_password(cluster: Cluster) -> None:
     for url in cluster.api_urls:
         assert httpx.post(f"{url}/flows/count", json={}, trust_env=False).status_code == 401
 
 
-@pytest.mark.service
 def test_no_message_was_dropped(cluster: Cluster) -> None:
     logs = "".join(process.log.read_text() for process in cluster.processes.values() if process.log)
     assert "dead letter" not in logs

@@ -22,7 +22,7 @@ from rollmill.tasks.serve.config import ServeConfig
 from rollmill.tasks.serve.vllm_client import VllmClient
 from tests.stubs.toy_settings import TOY
 
-pytestmark = pytest.mark.service
+pytestmark = [pytest.mark.service, pytest.mark.long]
 
 GROUPS, GROUP_SIZE = 8, 4
 FAILING_SHARE = 0.2
@@ -153,9 +153,7 @@ async def until(condition: Callable[[], Any], process: Any) -> None:
             await asyncio.sleep(0.1)
 
 
-@pytest.mark.parametrize(
-    "course", [SMALL, pytest.param(WHOLE, marks=pytest.mark.long)], ids=["small", "whole"]
-)
+@pytest.mark.parametrize("course", [SMALL, WHOLE], ids=["small", "whole"])
 async def test_a_run_completes_while_requests_a_server_and_scorers_fail(
     workplace: Any, tied_model: Path, tmp_path: Path, course: Course
 ) -> None:

@@ -19,7 +19,11 @@ FLOW = Path(__file__).with_name("hanging_flow.py")
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 128 + signal.SIGINT)]
+    ("number", "status"),
+    [
+        (signal.SIGTERM, 128 + signal.SIGTERM),
+        pytest.param(signal.SIGINT, 128 + signal.SIGINT, marks=pytest.mark.long),
+    ],
 )
 def test_a_signal_ends_a_run_whose_prefect_server_is_gone(tmp_path: Path, number: int, status: int) -> None:
     (tmp_path / ".tmp").mkdir()

@@ -306,7 +306,7 @@ def check_same(place: Place, name: str, other: str = "whole") -> None:
         assert first.equals(second), dataset
 
 
-@pytest.mark.parametrize("n_kills", [6, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n_kills", [3, pytest.param(20, marks=pytest.mark.long)])
 def test_a_run_killed_again_and_again_is_the_run_that_never_was(
     place: Place, whole: bytes, n_kills: int, tmp_path: Path
 ) -> None:

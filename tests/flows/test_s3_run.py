@@ -16,7 +16,7 @@ from rollmill.tasks.store.run.resume import list_complete_checkpoints
 
 pytestmark = pytest.mark.service
 
-STEPS, GROUPS, GROUP_SIZE = 16, 6, 4
+STEPS, GROUPS, GROUP_SIZE = 8, 6, 4
 
 
 def wait_until(

@@ -119,7 +119,8 @@ def call(command: str) -> str:
     return f"<tool_call>{json.dumps({'name': 'shell', 'arguments': {'command': command}})}</tool_call>"
 
 
-@pytest.mark.parametrize("n_workers", [pytest.param(0, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("n_workers", [0, 2])
 def test_commands_that_attack_are_rows_and_files_last_as_long_as_the_episode(
     tmp_path: Path, prefect_api: str, model: Path, n_workers: int
 ) -> None:

@@ -304,7 +304,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("kind", "n_drawn"),
     [
-        ("dense", 5),
+        ("dense", 2),
         pytest.param("dense", 40, marks=pytest.mark.long),
         pytest.param("tied", 20, marks=pytest.mark.long),
         pytest.param("experts", 20, marks=pytest.mark.long),

@@ -151,7 +151,7 @@ def naive_logprobs(policy: torch.nn.Module, samples: Samples) -> dict[str, np.nd
 
 
 @pytest.mark.service
-@pytest.mark.parametrize("n_ranks", [1, 2])
+@pytest.mark.parametrize("n_ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_step_trains_adapters_alone_by_the_gradient_that_peft_has_and_their_start_model_is_the_reference(
     n_ranks: int,
     tiny_model: Path,

@@ -248,7 +248,7 @@ def compute_replayed_gradient(folder: Path, samples: Samples) -> dict[str, torch
 @pytest.mark.parametrize(
     ("n_ranks", "chosen"),
     [
-        (1, ("zero0-varlen", "checkpointing", "own-choice")),
+        pytest.param(1, ("zero0-varlen", "checkpointing", "own-choice"), marks=pytest.mark.long),
         (2, ("zero0-padded", "zero3-varlen", "several-updates", "own-choice")),
         pytest.param(2, (), marks=pytest.mark.long, id="2-all"),
     ],

@@ -14,9 +14,21 @@ from page_scene import Scene
 from tests.documentation.documented_runs import CHANGED
 from tests.documentation.page_commands import ROOT, Command, commands_run_by
 
+README = "README.md"
 UNSEEN = {"transport": "files", "parity_sequences": 0}
 """A stub computes checksums of weights in files, and no log-probabilities."""
 OpenScene = Callable[..., AbstractContextManager[Scene]]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the commands of pages other than the README to `make test-all`."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and isinstance(item, pytest.Function):
+            parameters = item.callspec.params if hasattr(item, "callspec") else {}
+            page = parameters["command"].page if "command" in parameters else parameters.get("name", README)
+            if page != README:
+                item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from page_scene import Scene, finish_flow_runs
 
 from tests.documentation.page_commands import ROOT, Command, commands_run_by
 
-pytestmark = pytest.mark.service
+pytestmark = [pytest.mark.service, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
