@@ -56,6 +56,9 @@ RUN uv pip install --torch-backend "$TORCH_BACKEND" --constraint constraints.txt
 ENV PYTHONSAFEPATH=1
 WORKDIR /rollmill/workplace
 RUN mkdir runs models data .rollmill && chown -R rollmill:rollmill .
+# A user's presets and modules: compose.yaml mounts them, an image made from this one copies them. Every Python here finds
+# the modules, after the standard library and the installed packages.
+RUN mkdir project && echo "$PWD/project" > "$(python -c 'import site; print(site.getsitepackages()[0])')/project.pth"
 COPY prefect.yaml ./
 COPY conf conf
 COPY deploy/kubernetes/cluster.yaml deploy/cluster.yaml

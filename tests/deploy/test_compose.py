@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from manifests import ROOT, SECRETS, check_compose, compose, manifests
+from manifests import ROOT, SECRETS, check_compose, compose, manifests, workplace
 
 from tests.documentation.page_commands import find_command
 from tests.stubs.prefect_cluster import settings_of
@@ -55,10 +55,16 @@ def test_no_secret_has_a_value_in_the_repository() -> None:
 
 
 def test_files_that_compose_mounts_or_reads_are_there() -> None:
+    made = find_command(__file__, "mkdir").split()
     for service in compose()["services"].values():
         mounted = [volume.split(":")[0] for volume in service.get("volumes", []) if volume.startswith("./")]
         for each in [*mounted, *service.get("env_file", [])]:
-            assert (ROOT / each).exists() or each in ("./models", "./data"), each
+            assert (ROOT / each).exists() or each.removeprefix("./") in made, each
+
+
+@pytest.mark.parametrize("service", ["start-model", "worker", "deploy", "trainer"])
+def test_a_users_project_is_mounted_where_the_workers_image_finds_it(service: str) -> None:
+    assert f"./project:{workplace()}/project:ro" in compose()["services"][service]["volumes"]
 
 
 def test_secrets_are_made_and_shared_out_as_the_page_says(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """The images: what the Dockerfile says, and what compose and Kubernetes start in them."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 import tomllib
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,22 @@ def test_what_the_dockerfile_copies_is_there_and_sent_to_the_builder() -> None:
     for name in names:
         assert list(ROOT.glob(name)), name
         assert not any(Path(name).match(pattern) for pattern in ignored), name
+
+
+def test_a_users_project_is_found_in_the_workers_image_after_the_standard_library(tmp_path: Path) -> None:
+    (run,) = [rest for word, rest in dockerfile()["worker"] if word == "RUN" and ".pth" in rest]
+    venv.create(tmp_path / "environment", symlinks=True)
+    programs = tmp_path / "environment" / "bin"
+    environment = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONSAFEPATH": "1"}
+    subprocess.run(["sh", "-euc", run], cwd=tmp_path, env=environment, check=True)
+    project = tmp_path / "project"
+    for name in ("digits", "queue"):
+        (project / f"{name}.py").touch()
+    code = "import digits, queue; print(digits.__file__, queue.__file__, sep='\\n')"
+    shown = subprocess.check_output([programs / "python", "-c", code], cwd="/", env=environment, text=True)
+    digits, queue = map(Path, shown.splitlines())
+    assert digits == project / "digits.py"
+    assert queue.parent != project
 
 
 def test_what_is_secret_or_large_is_not_sent_to_the_builder() -> None:

@@ -5,12 +5,13 @@ import re
 import shutil
 import subprocess
 import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from kubernetes_validate import ValidationError
-from manifests import KUBERNETES, check_manifest, compose, manifest, manifests, pods
+from manifests import KUBERNETES, check_manifest, compose, manifest, manifests, pods, workplace
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.objects import FlowRun
 
@@ -95,6 +96,20 @@ async def test_a_flow_run_in_kubernetes_is_a_valid_job_that_the_policies_know() 
     (container,) = pod["spec"]["containers"]
     assert container["args"] == ["prefect", "flow-run", "execute"]
     assert {"name": "ONE", "value": "1"} in container["env"]
+
+
+def test_a_users_project_in_the_workers_image_is_seen_by_flow_runs_trainer_and_deployments() -> None:
+    template = json.loads((KUBERNETES / "pool.json").read_text())
+    (run,) = template["job_configuration"]["job_manifest"]["spec"]["template"]["spec"]["containers"]
+    assert run["image"] == "{{ image }}"
+    readers = [run | {"image": template["variables"]["properties"]["image"]["default"]}]
+    for kind, name in (("StatefulSet", "trainer"), ("Job", "deploy")):
+        readers += manifest(kind, name)["spec"]["template"]["spec"]["containers"]
+    project = Path(workplace()) / "project"
+    for each in readers:
+        assert each["image"] == "rollmill-worker"
+        hiding = [mount for mount in each["volumeMounts"] if project.is_relative_to(mount["mountPath"])]
+        assert hiding == [], each["name"]
 
 
 def test_addresses_of_the_cluster_are_those_of_its_services() -> None:

@@ -58,7 +58,7 @@ RUN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         SECRETS: (
             "umask 077",
             'while read -r line; do echo "$line$(openssl rand -hex 24)"; done < deploy/secrets.example > .env',
-            "mkdir -p models data",
+            "mkdir -p models data project",
             "kubectl -n rollmill create secret generic prefect-server --from-env-file=<(grep -E '^(POSTGRES|REDIS|PREFECT)' .env)",
             "kubectl -n rollmill create secret generic rollmill-run --from-env-file=<(grep -vE '^(POSTGRES|REDIS)' .env)",
         ),

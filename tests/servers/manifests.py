@@ -76,6 +76,11 @@ def dockerfile() -> dict[str, list[tuple[str, str]]]:
     return stages
 
 
+def workplace() -> str:
+    """The working folder of the worker's image."""
+    return [rest for word, rest in dockerfile()["worker"] if word == "WORKDIR"][-1]
+
+
 def entrypoint(target: str) -> list[str]:
     (rest,) = [rest for word, rest in dockerfile()[target] if word == "ENTRYPOINT"]
     words: list[str] = json.loads(rest)
