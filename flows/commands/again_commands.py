@@ -151,8 +151,8 @@ def ab(
         list[str] | None,
         typer.Option(
             "--scorer",
-            help="Registered name, package.module:attribute, or {name: NAME, args: {ARGUMENT: VALUE}}; repeatable; one alone is "
-            "compared with the run's own.",
+            help="Registered name, package.module:attribute, or {name: NAME, args: {ARGUMENT: VALUE}}; repeatable; one, with "
+            "at most one --algorithm, is compared with the run's own.",
         ),
     ] = None,
     algorithms: Annotated[

@@ -67,6 +67,16 @@ def test_a_users_project_is_mounted_where_the_workers_image_finds_it(service: st
     assert f"./project:{workplace()}/project:ro" in compose()["services"][service]["volumes"]
 
 
+def test_a_service_that_ends_is_waited_for_by_another_or_up_wait_would_fail() -> None:
+    services = compose()["services"]
+    ending = {
+        name for name, each in services.items() if each.get("restart") == "no" and "profiles" not in each
+    }
+    needs = [need for each in services.values() for need in each.get("depends_on", {}).items()]
+    awaited = {name for name, how in needs if how["condition"] == "service_completed_successfully"}
+    assert "deploy" in ending <= awaited
+
+
 def test_secrets_are_made_and_shared_out_as_the_page_says(tmp_path: Path) -> None:
     """With a kubectl that only says what it was given."""
     (tmp_path / "deploy").mkdir()

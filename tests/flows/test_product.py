@@ -268,7 +268,7 @@ def run(product: Product) -> str:
     page.wait_for_url(re.compile("/v2/runs/flow-run/"))
     page.get_by_text("starting the trainer").first.wait_for(timeout=LONGEST_RUN_MS)
     address = page.url
-    # The page draws a running run anew all the time, which takes as much CPU time as the run.
+    # The page draws a running run all the time, which takes as much CPU time as the run.
     page.goto("about:blank")
     product.wait_until_ended(address.rpartition("/")[2])
     page.goto(address)
