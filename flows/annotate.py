@@ -88,7 +88,13 @@ async def _annotate_steps(
                 await annotate_step(store.folder, teacher, step, config.max_in_flight, advance)
 
 
-@task(name="annotate step", task_run_name="step {step.step}", cache_policy=NO_CACHE, persist_result=False)
+@task(
+    name="annotate step",
+    task_run_name="step {step.step}",
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    retries=0,
+)
 async def annotate_step(
     folder: RunFolder,
     teacher: ReferenceDeployment,

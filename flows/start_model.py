@@ -91,7 +91,7 @@ async def ensure_start_model(config: RunConfig) -> Path:
     return folder
 
 
-@task(name="start model", task_run_name="start model", cache_policy=NO_CACHE, persist_result=False)
+@task(name="start model", task_run_name="start model", cache_policy=NO_CACHE, persist_result=False, retries=0)
 async def make_start_model(config: RunConfig, folder: Path) -> None:
     """Train a start model on the environment's warm-up corpus in a separate process, which writes `folder` when it is done.
 

@@ -1,5 +1,6 @@
 """The rules of the house that import-linter cannot say."""
 
+import ast
 import json
 import re
 import subprocess
@@ -101,6 +102,16 @@ def test_task_modules_are_imported_by_flows_alone(graph: grimp.ImportGraph) -> N
         for importer in graph.find_modules_that_directly_import(module)
     }
     assert {pair for pair in importers if not pair[0].startswith("rollmill.flows.")} == set()
+
+
+def test_every_task_run_is_tried_once_whatever_prefects_default_is() -> None:
+    """The page on run pages promises it: a resumed run repeats what is missing, from the data sets."""
+    trees = [ast.parse(file.read_text()) for file in CODE]
+    functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)]
+    decorators = [ast.unparse(each) for node in functions for each in node.decorator_list]
+    tasks = [each for each in decorators if each.startswith("task(")]
+    assert len(tasks) >= 10
+    assert [each for each in tasks if "retries=0" not in each] == []
 
 
 def test_prefect_is_imported_by_flows_and_task_modules_alone(graph: grimp.ImportGraph) -> None:

@@ -37,6 +37,8 @@ HELD_OUT_SETTINGS = (
     *("rollout.environment", "rollout.prompts.system", "rollout.agent.command", "rollout.agent.problems"),
     *("rollout.chat_template", "rollout.chat_template_kwargs"),
     *("rollout.temperature", "rollout.max_completion_tokens", "rollout.sampling", "serve.max_model_len"),
+    *("rollout.max_prompt_tokens", "rollout.long_prompts"),
+    *("rollout.sandbox.timeout_s", "rollout.sandbox.memory_bytes"),
     *("evaluate.samples", "evaluate.temperature"),
 )
 """Settings that decide what is sampled of a held-out prompt. Two evaluations that differ in one are not compared."""
@@ -44,6 +46,7 @@ HELD_OUT_SETTINGS = (
 _EVALUATION_SETTINGS = (
     *HELD_OUT_SETTINGS,
     *("score.scorer", "score.sum", "score.judge", "score.reward_model", "evaluate.scorer"),
+    *("score.sandbox.timeout_s", "score.sandbox.memory_bytes"),
 )
 
 

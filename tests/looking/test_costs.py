@@ -18,7 +18,7 @@ import rollmill as api
 from rollmill.flows.configuration.recipe import run_tokenizer
 from rollmill.tasks.look.ledger.run_ledger import read_ledger
 from rollmill.tasks.look.ledger.step_attribution import Ledger, build_ledger
-from rollmill.tasks.look.tables.costs import TRAINED, measure_costs
+from rollmill.tasks.look.tables.costs import OPEN, TRAINED, find_fate, measure_costs
 from rollmill.tasks.look.tables.run_frames import RunFrames
 from rollmill.tasks.look.tables.selection import Interval
 from rollmill.tasks.look.web.app import render_page
@@ -130,6 +130,30 @@ def test_every_trajectory_has_the_fate_that_is_stored(redone_run: RunFolder) -> 
     assert {f"{RUN}.{name}.0" for name, fate in fates.items() if fate == TRAINED} == trained
     assert fates["0.0"] == "no_reward_spread"
     assert fates["6.1"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("advantage", "group_reason", "score_status", "status", "fate"),
+    [
+        (0.0, "", "scored", "truncated", TRAINED),
+        (None, "", "scored", "truncated", "truncated"),
+        (None, "", "failed", "complete", "failed"),
+        (None, "", None, "cancelled", "cancelled"),
+        (None, "no_reward_spread", "scored", "complete", "no_reward_spread"),
+        (None, None, None, "complete", OPEN),
+    ],
+)
+def test_a_trajectory_that_is_not_trained_on_has_the_reason_as_its_fate(
+    advantage: float | None, group_reason: str | None, score_status: str | None, status: str, fate: str
+) -> None:
+    row = {
+        "advantage": advantage,
+        "group_reason": group_reason,
+        "score_status": score_status,
+        "status": status,
+    }
+    types = {"advantage": pl.Float64} | dict.fromkeys(("group_reason", "score_status", "status"), pl.String)
+    assert pl.DataFrame([row], types).select(find_fate()).item() == fate
 
 
 def test_a_score_of_a_group_is_shared_by_its_trajectories(timed_run: RunFolder) -> None:

@@ -347,7 +347,8 @@ def test_the_seconds_of_trajectories_are_divided_by_what_became_of_them(small_ru
     seconds: Counter[str] = Counter()
     for row in list_trajectories(small_run):
         is_trained = row["advantage"] is not None
-        fate = "trained" if is_trained else row["group_reason"] or row["score_status"] or row["status"]
+        scored = row["score_status"] if row["score_status"] != "scored" else ""
+        fate = "trained" if is_trained else row["group_reason"] or scored or row["status"]
         seconds[fate] += row["generate_s"]
     assert dict(found.select("fate", "seconds").iter_rows()) == pytest.approx(dict(seconds))
     assert found["share"].sum() == pytest.approx(1)

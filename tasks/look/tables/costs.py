@@ -103,23 +103,28 @@ def measure_costs(
     return pl.concat([found, _list_unused(ledger, found)]).sort("step", "trajectory", "fate", nulls_last=True)
 
 
+def find_fate() -> pl.Expr:
+    """Return what became of a trajectory, from the columns of the view `trajectories`."""
+    # One that is scored, of a group in the batch, and not trained on was truncated (score.train_truncated).
+    unless_scored = pl.when(pl.col("score_status") != "scored").then("score_status")
+    return (
+        pl.when(pl.col("advantage").is_not_null())
+        .then(pl.lit(TRAINED))
+        .when(pl.col("group_reason").is_null())
+        .then(pl.lit(OPEN))
+        .when(pl.col("group_reason") != "")
+        .then("group_reason")
+        .otherwise(pl.coalesce(unless_scored, "status"))
+    )
+
+
 def _list_sampled(
     steps: list[int], lanes: pl.DataFrame, rollouts: pl.LazyFrame, trajectories: pl.LazyFrame
 ) -> pl.DataFrame:
     """Return the run's rollouts with the columns of `_KNOWN`: those of the steps, and others that servers answered meanwhile."""
     place = pl.format("{}.{}", "group", "sample")
     lane = pl.when(pl.col("attempt") == 0).then(place).otherwise(pl.format("{}.{}", place, "attempt"))
-    has_reason = pl.col("group_reason") != ""
-    fate = (
-        pl.when(pl.col("advantage").is_not_null())
-        .then(pl.lit(TRAINED))
-        .when(pl.col("group_reason").is_null())
-        .then(pl.lit(OPEN))
-        .when(has_reason)
-        .then("group_reason")
-        .otherwise(pl.coalesce("score_status", "status"))
-    )
-    fates = trajectories.select("trajectory_id", fate=fate).collect()
+    fates = trajectories.select("trajectory_id", fate=find_fate()).collect()
     tokens = pl.col("n_prompt_tokens") + pl.col("n_completion_tokens")
     found = (
         rollouts.select(ROLLOUT_COLUMNS)
