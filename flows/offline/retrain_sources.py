@@ -19,9 +19,12 @@ from rollmill.tasks.score.terms import check_scorer, resolve_terms
 from rollmill.tasks.store.folders import POLICIES, RunFolder
 from rollmill.tasks.store.logprob_rows import teacher_identity
 from rollmill.tasks.store.reader import list_policies, list_scorers, list_steps, read
+from rollmill.tasks.store.run.immutable_settings import get_setting
 from rollmill.tasks.store.run.manifest import TrainingSource, check_sources, read_manifest, read_sources
 from rollmill.tasks.store.run.resume import list_done_steps
 from rollmill.tasks.store.run.run_search import find_run
+
+_TEMPERATURE = "rollout.temperature"
 
 
 def scorer_key(config: ScoreConfig) -> str:
@@ -97,12 +100,16 @@ def check_source_sampling(config: RunConfig, sources: Sequence[str]) -> list[str
     """Return the settings, with their values, by which sources sampled from another distribution than the trained one.
 
     Raises:
-        ConfigError: there are some, and no importance weights correct for that.
+        ConfigError: there are some, and no importance weights correct for that; or a source sampled at a temperature that a
+            reference deployment cannot compute at.
     """
     altered: set[str] = set()
     for source in map(find_run, sources):
         stored = read_manifest(source).config
         for entry in stored.get("environments") or [{}]:
+            _check_reference(
+                config, source, get_setting(entry, _TEMPERATURE, get_setting(stored, _TEMPERATURE, 1.0))
+            )
             # A run that is older than these settings has none.
             sampling: dict[str, object] = {}
             for given in (stored, entry):
@@ -110,6 +117,15 @@ def check_source_sampling(config: RunConfig, sources: Sequence[str]) -> list[str
             altered |= {*SamplingConfig.model_validate(sampling).list_altered()}
     check_correction(config.train, sorted(altered))
     return sorted(altered)
+
+
+def _check_reference(config: RunConfig, source: RunFolder, temperature: object) -> None:
+    if config.train.kl.reference == "deployment" and temperature != 1.0:
+        remedy = (
+            f"{source.location} was sampled at {_TEMPERATURE} {temperature}, and vLLM does not divide the logits of a prompt by a "
+            "temperature: set it to frozen, or leave this source out"
+        )
+        raise ConfigError("train.kl.reference", "deployment", remedy)
 
 
 def _check_routing(config: RunConfig) -> None:

@@ -256,8 +256,9 @@ def _drop_reason(config: ScoreConfig, rewards: np.ndarray, *, is_short: bool, is
         return DROPPED_BY_SCORER
     if is_short:
         return NOT_WHOLE
-    # A subgroup of a complete group may have one trajectory, which no baseline can be computed for.
-    if len(rewards) < (config.min_group_size or 2):
+    # A complete group, or a subgroup of one, may have one trajectory, which no baseline can be computed for.
+    fewest = config.min_group_size or (2 if resolve_advantage(config.advantage).needs_spread else 1)
+    if len(rewards) < fewest:
         return TOO_FEW_SURVIVORS
     needs_spread = config.credit == "trajectory" and _needs_spread(config)
     return NO_REWARD_SPREAD if needs_spread and not differ(rewards) else ""

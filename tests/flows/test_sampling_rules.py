@@ -107,6 +107,16 @@ def test_stored_rollouts_of_another_distribution_are_trained_on_with_the_correct
     assert altered == ["rollout.sampling.min_p = 0.1"]
 
 
+def test_a_reference_deployment_refuses_stored_rollouts_of_another_temperature_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    source = make_source(tmp_path, {"temperature": 0.7})
+    kl = {"coef": 0.1, "reference": "deployment", "urls": ["http://127.0.0.1:9"]}
+    settings = {"retrain": {"sources": [source]}, "train": CORRECTED | {"kl": kl}}
+    with pytest.raises(ConfigError, match=r"sampled at rollout\.temperature 0\.7"):
+        check_source_sampling(validate_toy(settings), [source])
+
+
 def test_stored_rollouts_of_a_run_older_than_these_settings_need_no_correction(tmp_path: Path) -> None:
     source = make_source(tmp_path, {})
     manifest = Path(source) / "run.json"

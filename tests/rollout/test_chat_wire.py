@@ -13,6 +13,7 @@ from rollmill.tasks.rollout.environments.endpoint.chat_wire import (
     completion_events,
     continues,
     has_usage,
+    is_same_message,
     message_from_wire,
     refuse_sampling_settings,
 )
@@ -53,6 +54,31 @@ def test_the_echo_of_a_call_is_the_policys_message() -> None:
     echoed = {**said, "content": "", "refusal": None}
     answer = {"role": "tool", "tool_call_id": "call_0_0", "content": "935"}
     assert continues([USER, said], [USER, echoed, answer])
+
+
+@pytest.mark.parametrize("written", ['{"text":"é","n":1}', '{"n": 1, "text": "\\u00e9"}'])
+def test_arguments_that_a_program_writes_in_another_way_are_the_same_call(written: str) -> None:
+    said = assistant_message('<tool_call>{"name": "add", "arguments": {"text": "é", "n": 1}}</tool_call>', 0)
+    echoed = {**said, "tool_calls": [{"id": "x", "function": {"name": "add", "arguments": written}}]}
+    assert is_same_message(said, echoed)
+    other = {**said, "tool_calls": [{"id": "x", "function": {"name": "add", "arguments": '{"n": 2}'}}]}
+    assert not is_same_message(said, other)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        ({"name": "add", "arguments": '{"n": 1}'}, {"n": 1}),
+        ({"name": "add", "arguments": "1 and 2"}, "1 and 2"),
+        ({"name": "add", "arguments": "5"}, "5"),
+        ({"name": "add"}, ""),
+    ],
+)
+def test_a_call_that_the_policy_did_not_sample_has_its_arguments_as_chat_templates_expect_them(
+    function: dict, arguments: object
+) -> None:
+    message = message_from_wire({"role": "assistant", "tool_calls": [{"id": "a", "function": function}]})
+    assert message.tool_calls == ({"id": "a", "function": {"name": "add", "arguments": arguments}},)
 
 
 def test_parts_of_text_are_the_same_as_their_text() -> None:

@@ -99,6 +99,15 @@ def test_a_part_of_a_split_group_that_is_too_small_is_left_out_alone() -> None:
     assert (first.reason, second.reason) == ("", TOO_FEW_SURVIVORS)
 
 
+@pytest.mark.parametrize(("advantage", "reason"), [("none", ""), ("zero", ""), ("mean", TOO_FEW_SURVIVORS)])
+def test_one_trajectory_is_enough_of_a_whole_group_where_no_other_is_its_baseline(
+    advantage: str, reason: str
+) -> None:
+    scored = [(1.0, 0), (0.0, 0), (0.5, 0), (5.0, 1)]
+    _, single = compute_outcomes(scored, advantage=advantage, min_group_size=0)
+    assert single.reason == reason
+
+
 def test_the_batch_holds_the_groups_that_are_in_by_group_and_sample_with_their_advantages() -> None:
     rows = batch_rows(
         "r",

@@ -202,14 +202,16 @@ class GroupActor:
     async def sample(self, task: GroupTask, timeout_s: float, limit: str) -> ActorReply[Rows]:
         """Sample trajectories of a group, each once it has a slot, and return their rows in ROLLOUT_COLUMNS when they are stored.
 
-        After `timeout_s` seconds they are cut; `limit` names that limit in their errors.
+        They are cut `timeout_s` seconds after the first has a slot; `limit` names that limit in their errors.
         """
-        deadline = Deadline(asyncio.get_running_loop().time() + timeout_s, limit)
         with (
             self._record(task.step, task.group),
             self._admission.request_slots(len(task.attempts), (task.step, ROLLOUT)) as tickets,
         ):
             work = await self._step(task.step).open_group(task)
+            # The group may wait for others; its own limit does not count that.
+            await tickets[0].wait()
+            deadline = Deadline(asyncio.get_running_loop().time() + timeout_s, limit)
             with self._joined.writer.expect_rows():
                 sampled = await work.rollout(task.attempts, tickets, deadline).sample()
             await asyncio.gather(*sampled.acknowledgements)

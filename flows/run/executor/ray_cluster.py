@@ -57,7 +57,8 @@ async def connect_cluster(config: ExecutorConfig, logs: Path, timeout_s: float) 
     )
     head = LaunchedProcess.start("Ray", command, log=logs / "ray.log", stop_grace_s=1.0)
     try:
-        async with _connected(await _read_address(head, folder / "address", timeout_s), timeout_s) as ray:
+        address = await _read_address(head, folder / "address", timeout_s)
+        async with _connected(address, timeout_s, head) as ray:
             yield ray
     finally:
         await head.stop()
@@ -84,7 +85,9 @@ def _read_text(file: Path) -> str:
 
 
 @asynccontextmanager
-async def _connected(address: str, timeout_s: float) -> AsyncIterator[Any]:
+async def _connected(
+    address: str, timeout_s: float, head: LaunchedProcess | None = None
+) -> AsyncIterator[Any]:
     # Half a second to import, which only runs with this executor need.
     import ray
 
@@ -101,6 +104,9 @@ async def _connected(address: str, timeout_s: float) -> AsyncIterator[Any]:
         # In a thread: it takes seconds, and in the main thread it would replace the flow's signal handlers.
         await asyncio.wait_for(asyncio.to_thread(init), timeout_s)
     except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
+        if head:
+            reason = f"it does not answer at {address} ({type(error).__name__}: {error})"
+            raise ServiceStartError("Ray", reason, head.log_tail()) from None
         remedy = f"Ray does not answer there ({type(error).__name__}: {error}); give the host:port of a cluster's head"
         raise ConfigError("executor.address", address, remedy) from None
     try:

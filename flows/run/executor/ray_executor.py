@@ -369,7 +369,7 @@ class RemoteGroup:
 class RemoteRollout:
     """Trajectories of a group that an actor samples, by id."""
 
-    __slots__ = ("_attempts", "_deadline", "_group", "_tickets")
+    __slots__ = ("_attempts", "_group", "_limit", "_tickets", "_timeout_s")
 
     def __init__(
         self,
@@ -378,7 +378,9 @@ class RemoteRollout:
         tickets: Sequence[SlotTicket],
         deadline: Deadline,
     ) -> None:
-        self._group, self._attempts, self._tickets, self._deadline = group, attempts, tickets, deadline
+        self._group, self._attempts, self._tickets, self._limit = group, attempts, tickets, deadline.setting
+        # An actor counts it from its own first slot: a group waits there until others have ended.
+        self._timeout_s = deadline.at - asyncio.get_running_loop().time()
 
     async def sample(self) -> SampledChunk:
         """Wait until the trajectories are stored, and return their rows without tokens."""
@@ -389,9 +391,8 @@ class RemoteRollout:
 
     async def _ask(self, actor: RemoteActor, ids: Sequence[str]) -> Rows:
         task = replace(self._group.task, attempts=tuple(self._attempts[each] for each in ids))
-        left_s = self._deadline.at - asyncio.get_running_loop().time()
         with actor.asked(task.group, self._tickets[len(self._tickets) - len(ids) :]):
-            rows: Rows = await actor.call("sample", task, left_s, self._deadline.setting)
+            rows: Rows = await actor.call("sample", task, self._timeout_s, self._limit)
         return rows
 
 

@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -118,7 +117,7 @@ def parse_conversation(line: Mapping[str, Any], source: str) -> LoggedConversati
         raise EpisodeError("it has no list `messages`")
     wires = [_normalize(each) if isinstance(each, Mapping) else each for each in line["messages"]]
     named = check_request({"messages": wires, "tools": line.get("tools") or []})
-    messages = [message_from_wire(_parse_arguments(each)) for each in named["messages"]]
+    messages = [message_from_wire(each) for each in named["messages"]]
     while messages and messages[-1].role != "assistant":
         messages.pop()
     if not messages:
@@ -170,17 +169,6 @@ def _normalize(wire: Mapping[str, Any]) -> Mapping[str, Any]:
             call = {**call, "id": call.get("id") or "", "function": {**function, "arguments": text}}
         calls.append(call)
     return normal | {"tool_calls": calls}
-
-
-def _parse_arguments(wire: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message whose calls have their arguments as objects, which chat templates expect, where they are JSON text."""
-    calls = []
-    for call in wire.get("tool_calls") or ():
-        arguments = call["function"]["arguments"]
-        with suppress(ValueError):
-            arguments = json.loads(arguments)
-        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
-    return {**wire, "tool_calls": calls} if calls else wire
 
 
 def _as_time(given: datetime | float | None) -> datetime | None:

@@ -53,7 +53,7 @@ END_OF_REASONING = "</think>"
 
 
 def message_from_wire(wire: Wire) -> Message:
-    """Convert a message of OpenAI's chat completions to a Message.
+    """Convert a message of OpenAI's chat completions to a Message; the arguments of its calls are objects.
 
     Example: {"role": "tool", "content": "935", "tool_call_id": "call_0_0"} is
     Message("tool", "935", tool_call_id="call_0_0").
@@ -69,8 +69,25 @@ def message_from_wire(wire: Wire) -> Message:
         text_from_wire(wire),
         name=str(wire.get("name") or ""),
         tool_call_id=str(wire.get("tool_call_id") or ""),
-        tool_calls=tuple(wire.get("tool_calls") or ()),
+        tool_calls=tuple(map(_call_from_wire, wire.get("tool_calls") or ())),
     )
+
+
+def _call_from_wire(call: Wire) -> dict[str, Any]:
+    """Return a call whose arguments, JSON text in OpenAI's form, are an object, as chat templates expect; other text stays."""
+    arguments = _read_arguments(call)
+    if not isinstance(arguments, Mapping):
+        arguments = call["function"].get("arguments", "")
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def _read_arguments(call: Wire) -> object:
+    """Return the arguments of a call as values, since programs write the same JSON in several ways; what is no JSON stays text."""
+    text = call["function"].get("arguments", "")
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def text_from_wire(wire: Wire) -> str:
@@ -189,13 +206,12 @@ def continues(before: Sequence[Wire], now: Sequence[Wire]) -> bool:
 
 
 def is_same_message(one: Wire, other: Wire) -> bool:
-    """Return True if two messages have the same role, text and calls; the ids of calls may differ."""
+    """Return True if two messages have the same role, text and calls; the ids of calls, and how their arguments are written, may differ."""
     return _comparable_parts(one) == _comparable_parts(other)
 
 
 def _comparable_parts(wire: Wire) -> tuple[object, ...]:
-    calls = [each["function"] for each in wire.get("tool_calls") or ()]
-    called = [(each["name"], each["arguments"]) for each in calls]
+    called = [(each["function"]["name"], _read_arguments(each)) for each in wire.get("tool_calls") or ()]
     return ROLES.get(str(wire.get("role"))), text_from_wire(wire), called
 
 
