@@ -68,7 +68,10 @@ def _summary(run: Run, version: int) -> str:
     """Return a line with the held-out reward and accuracy of an evaluated policy version, and one of each of several environments."""
     lines = []
     for env, rows in list_held_out(run.folder):
-        row = next(each for each in rows if each["step"] == version)
+        row = next((each for each in rows if each["step"] == version), None)
+        if row is None:
+            # An environment of the run that this one was forked from.
+            continue
         of_env = "" if env == ALL else f" of {env}"
         k = row["samples"]
         passed = f", pass@{k} {format_with_interval(row, 'pass_at_k')}" if k > 1 and row["pass_at_k"] else ""

@@ -63,6 +63,7 @@ async def improve(
             raise ConfigError(
                 "store.root", config.store.root, "the gate's servers read policies from a disk: give a folder"
             )
+        improvement.alias.check_kind(RunFolder(config.store.root))
         await check_machine(config)
         # An open cycle ends before further logs are imported, or it would train on other rows than it began with.
         cycle = await asyncio.to_thread(improvement.find_open)

@@ -16,6 +16,7 @@ from rollmill.flows.prefect_integration.flow_run import current_flow_run
 from rollmill.flows.prefect_integration.links import flow_run_page
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.tasks.look.comparisons.gate_table import describe_gate
+from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.promotion.gate_record import GateRecord, write_gate
 from rollmill.tasks.store.promotion.policy_alias import PolicyAlias
 
@@ -60,8 +61,11 @@ async def gate(
     """
     with one_error():
         compared = PolicyGate(candidate, alias, against, margin, error_rate, min_reward)
+        made = ""
         while missing := await asyncio.to_thread(compared.find_missing):
-            await evaluate(missing.run_name, missing.config, 0)
+            if missing.run_name == made:
+                raise compared.explain_unlike(missing)
+            await evaluate(made := missing.run_name, missing.config, 0)
         record = await asyncio.to_thread(compared.decide)
         for line in describe_gate(record):
             say(line)
@@ -95,6 +99,8 @@ async def promote(
         GateError: the candidate is blocked, or the alias was moved while a person was asked.
     """
     with one_error():
+        # Nobody is asked for a move that is impossible.
+        PolicyAlias(alias).check_kind(RunFolder(candidate))
         record = await gate(candidate, alias, "", margin, error_rate, min_reward)
         return await ask_and_promote(record, alias, webhook)
 

@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import Any
 
 from rollmill.flows.configuration.config import RunConfig
-from rollmill.flows.configuration.settings import validate
+from rollmill.flows.configuration.settings import find_fixed_settings, validate
 from rollmill.flows.run.folder import run_folder
 from rollmill.tasks.errors import ConfigError, StoreError
-from rollmill.tasks.look.comparisons.changed_answers import count_unscored
+from rollmill.tasks.look.comparisons.changed_answers import count_failed_scores
 from rollmill.tasks.look.comparisons.paired_evaluations import (
     digest_evaluation,
     explain_checks,
@@ -122,6 +122,15 @@ class PolicyGate:
             raise ConfigError("policy", policy.location, remedy)
         return self._plan(policy, lineage)
 
+    def explain_unlike(self, made: MissingEvaluation) -> ConfigError:
+        """Return why an evaluation that was made still cannot be compared with the other policy's."""
+        run = run_folder(made.run_name, made.config)
+        remedy = (
+            f"its evaluation in {run.location} has other held-out prompts than that of the other policy: the prompts have changed "
+            f"since. Remove {run.location}, and gate a policy that is evaluated on today's prompts"
+        )
+        return ConfigError("CANDIDATE", self.candidate, remedy)
+
     def decide(self) -> GateRecord:
         """Compare the policies by their stored evaluations, and store the decision; `find_missing` has returned None."""
         first = self._find_candidate()
@@ -137,7 +146,7 @@ class PolicyGate:
                 f"sampled reward: {sampled.candidate:.3f}, at least {self.min_reward:g} is required"
             )
         production, lineage = self.policies[1], self.lineages[1]
-        reasons += [reason for each in (first, second) if each and (reason := _explain_unscored(each))]
+        reasons += [reason for each in (first, second) if each and (reason := _explain_failed_scores(each))]
         record = GateRecord(
             created_at=now(),
             candidate=_describe(self.policies[0], self.lineages[0], first),
@@ -182,10 +191,20 @@ class PolicyGate:
     def _plan(self, policy: RunFolder, lineage: Lineage) -> MissingEvaluation:
         """Plan to evaluate a policy as the start model of a new run, with the settings of the candidate's run."""
         values = self._settings
-        digest = hashlib.sha256(json.dumps(_evaluation_settings(values), sort_keys=True).encode()).hexdigest()
-        start_model = {**values.get("start_model", {}), "steps": 0}
-        changed = {"model": policy.location, "start_model": start_model, "retrain": {}, "steps": 1}
-        return MissingEvaluation(f"gate-{lineage.digest[:12]}-{digest[:8]}", validate({**values, **changed}))
+        changed = {
+            "model": policy.location,
+            "start_model": {**values.get("start_model", {}), "steps": 0},
+            # Servers that run already have another policy, and it cannot be seen which.
+            "serve": {**values.get("serve", {}), "urls": []},
+            "retrain": {},
+            "steps": 1,
+        }
+        config = validate({**values, **changed})
+        stored = config.model_dump(mode="json")
+        # A run is resumed under the same fixed settings alone.
+        fixed = {name: get_setting(stored, name, None) for name in find_fixed_settings()}
+        digest = hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
+        return MissingEvaluation(f"gate-{lineage.digest[:12]}-{digest[:8]}", config)
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
@@ -223,17 +242,20 @@ def read_intact(policy: RunFolder) -> Lineage:
 
 
 def _evaluation_settings(config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what decides an evaluation's rows, of each environment."""
-    entries = config.get("environments") or [{}]
+    """Return what decides an evaluation's rows, of each environment; a run older than a setting has its default."""
+    defaults = RunConfig().model_dump(mode="json")
+    of_run = {
+        name: get_setting(config, name, get_setting(defaults, name, None)) for name in _EVALUATION_SETTINGS
+    }
     return [
-        {name: get_setting(entry, name, get_setting(config, name, None)) for name in _EVALUATION_SETTINGS}
-        for entry in entries
+        {name: get_setting(entry, name, default) for name, default in of_run.items()}
+        for entry in config.get("environments") or [{}]
     ]
 
 
-def _explain_unscored(evaluation: Evaluation) -> str:
+def _explain_failed_scores(evaluation: Evaluation) -> str:
     """Return why an evaluation blocks the candidate if a scorer failed on answers of it; else empty."""
-    n = count_unscored(evaluation.run, ALL, evaluation.version)
+    n = count_failed_scores(evaluation.run, ALL, evaluation.version)
     if not n:
         return ""
     run = evaluation.run.location

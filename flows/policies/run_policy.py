@@ -285,11 +285,17 @@ class RunPolicy:
 
     async def _bring_back_trainer(self, error: ServiceDiedError) -> list[SyncReport]:
         """Restart a launched trainer, load the last version in the run's folder, and sync the servers; returns their reports."""
-        await restart(self._trainer, error.reason, self._restarts_in_a_row, self._run.config.max_restarts)
-        self._restarts += 1
-        self._restarts_in_a_row += 1
-        await self.trained.load()
-        return await self._update_servers()
+        while True:
+            await restart(self._trainer, error.reason, self._restarts_in_a_row, self._run.config.max_restarts)
+            self._restarts += 1
+            self._restarts_in_a_row += 1
+            try:
+                await self.trained.load()
+                return await self._update_servers()
+            except ServiceDiedError as again:
+                if again.service != self._trainer.name:
+                    raise
+                error = again
 
     def _note_skipped(self, step: int, result: StepResult) -> None:
         """Log that a step made no update or skipped some; SkippedStepsError after too many steps in a row without an update."""

@@ -36,6 +36,7 @@ from rollmill.tasks.store.rows import (
     concat_rows,
     rows_from_table,
     rows_where,
+    rows_where_in,
     rows_without,
 )
 from rollmill.tasks.store.schemas import make_batch
@@ -111,10 +112,13 @@ def _say_failed(run: Run, version: int, failures: FailureWatch, n: int) -> None:
 
 async def redo_failed_scores(run: Run) -> None:
     """Score stored held-out answers again whose score failed, of all versions; nothing is sampled."""
+    names = [each.name for each in run.environments]
     for version in await asyncio.to_thread(list_steps, run.folder, "evaluations"):
         stored = rows_from_table(await asyncio.to_thread(read, run.folder, "evaluations", version=version))
         # The error of an answer that can be scored is that of its score.
         failed = rows_without(select_scorable(stored), "error_type", [""])
+        # A fork has rows of environments that it has no more; their answers stay.
+        failed = rows_where_in(failed, "env", names)
         if not failed.num_rows:
             continue
         say(f"evaluation of version {version}: {failed.num_rows} failed scores are redone")

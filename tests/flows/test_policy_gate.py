@@ -121,6 +121,39 @@ def test_an_answer_that_a_scorer_failed_on_blocks_and_is_named(
     assert f"rollmill evaluate {where} --redo-failed" in said
 
 
+def test_answers_that_a_scorer_dropped_count_as_wrong_and_do_not_block(workfolder: Path) -> None:
+    first, second = make_policy(workfolder, "first", GOOD), make_policy(workfolder, "second", None)
+    dropped = GOOD._replace(greedy=np.where(np.arange(600) < 3, np.nan, GOOD.greedy))
+    run = RunFolder(workfolder / "runs" / "second")
+    begin_run_again(run)
+    store_evaluation(run, dropped, dropped=True)
+    assert gate_here(PolicyGate(second.location, against=first.location)).reasons == ()
+
+
+def test_a_missing_evaluation_is_made_by_launched_servers_in_a_run_of_its_own_settings(
+    workfolder: Path,
+) -> None:
+    first, second = make_policy(workfolder, "first", None), make_policy(workfolder, "second", EQUAL)
+    run, gate = RunFolder(workfolder / "runs" / "second"), PolicyGate(second.location, against=first.location)
+    before = gate.find_missing()
+    begin_run_again(run, serve={"urls": ["http://127.0.0.1:9"]}, seed=5)
+    after = PolicyGate(second.location, against=first.location).find_missing()
+    assert before is not None
+    assert after is not None
+    assert after.config.serve.urls == ()
+    assert after.run_name != before.run_name
+    assert after.run_name in str(gate.explain_unlike(after))
+
+
+def test_an_evaluation_of_a_run_older_than_a_setting_is_compared_by_its_default(workfolder: Path) -> None:
+    first, second = make_policy(workfolder, "first", GOOD), make_policy(workfolder, "second", EQUAL)
+    manifest = workfolder / "runs" / "first" / "run.json"
+    stored = json.loads(manifest.read_text())
+    del stored["config"]["rollout"]["long_prompts"], stored["config"]["score"]["sandbox"]
+    manifest.write_text(json.dumps(stored))
+    assert PolicyGate(second.location, against=first.location).find_missing() is None
+
+
 def test_a_policy_needs_a_gate_against_the_one_that_is_in_production_now(workfolder: Path) -> None:
     first, second, third = (
         make_policy(workfolder, name, draw_rewards(seed, 600)) for seed, name in enumerate(("a", "b", "c"))

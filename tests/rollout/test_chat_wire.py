@@ -71,6 +71,7 @@ def test_arguments_that_a_program_writes_in_another_way_are_the_same_call(writte
         ({"name": "add", "arguments": '{"n": 1}'}, {"n": 1}),
         ({"name": "add", "arguments": "1 and 2"}, "1 and 2"),
         ({"name": "add", "arguments": "5"}, "5"),
+        ({"name": "add", "arguments": "[" * 100_000}, "[" * 100_000),
         ({"name": "add"}, ""),
     ],
 )

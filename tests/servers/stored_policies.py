@@ -50,9 +50,17 @@ def begin_run(folder: RunFolder, model: Path, n_prompts: int, samples: int, **se
 
 
 def store_evaluation(
-    folder: RunFolder, rewards: Rewards, version: int = VERSION, first_prompt: int = 0
+    folder: RunFolder,
+    rewards: Rewards,
+    version: int = VERSION,
+    first_prompt: int = 0,
+    *,
+    dropped: bool = False,
 ) -> None:
-    """Store an evaluation with these rewards, of prompts that are numbered from `first_prompt`."""
+    """Store an evaluation with these rewards, of prompts that are numbered from `first_prompt`.
+
+    On an answer of reward NaN the scorer failed; with `dropped` it dropped it.
+    """
     n, k = rewards.sampled.shape
     answers = [(prompt, sample) for prompt in range(n) for sample in range(k + 1)]
     by_answer = np.concatenate([rewards.greedy[:, None], rewards.sampled], axis=1).reshape(-1)
@@ -67,6 +75,7 @@ def store_evaluation(
         "policy_version": [version] * len(answers),
         "greedy": [sample == 0 for _, sample in answers],
         "reward": by_answer.tolist(),
+        "error_type": ["ScorerError" if np.isnan(reward) and not dropped else "" for reward in by_answer],
     }
     store_rows(folder, "evaluations", columns, version=version)
 

@@ -60,6 +60,12 @@ def count_unscored(folder: RunFolder, env: str, version: int) -> int:
     return len(_scan_answers(folder, env, version).filter(IS_UNSCORED).collect())
 
 
+def count_failed_scores(folder: RunFolder, env: str, version: int) -> int:
+    """Return how many held-out answers of a policy version a scorer failed on; those that it dropped are not counted."""
+    failed = IS_UNSCORED & (pl.col("error_type") != "")
+    return len(_scan_answers(folder, env, version).filter(failed).collect())
+
+
 def _read_greedy(folder: RunFolder, env: str, version: int) -> pl.DataFrame:
     rows = _scan_answers(folder, env, version).filter(pl.col("greedy") & ~IS_UNSCORED)
     is_right = pl.col("reward").fill_nan(0.0) >= FULL_REWARD - 1e-9
@@ -68,6 +74,7 @@ def _read_greedy(folder: RunFolder, env: str, version: int) -> pl.DataFrame:
 
 def _scan_answers(folder: RunFolder, env: str, version: int) -> pl.LazyFrame:
     names = ["trajectory_id", "step", "env", "group", "sample", "example_id", "status", "greedy", "reward"]
+    names.append("error_type")
     rows = scan(folder, "evaluations", names, version=version)
     # An evaluation that was repeated after a kill may have stored a row twice.
     unique = rows.unique(["env", "group", "sample"], keep="last")

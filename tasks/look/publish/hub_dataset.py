@@ -89,7 +89,7 @@ class HubDataset:
         before = [known[table].features.arrow_schema] if table in known else []
         features = Features.from_arrow_schema(pa.unify_schemas([*before, schema.remove_metadata()]))
         DatasetInfosDict({table: DatasetInfo(features=features)}).to_dataset_card_data(data)
-        configs = {each["config_name"]: each for each in data["configs"] or ()}
+        configs = {each["config_name"]: each for each in data.get("configs") or ()}
         configs.setdefault(table, {"config_name": table, "data_files": f"{table}/**/*.parquet"})
         data["configs"] = list(configs.values())
 

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
+from rollmill.tasks.look.comparisons.paired_evaluations import is_complete
 from rollmill.tasks.look.export.dataset_export import json_lines, list_partitions
 from rollmill.tasks.store.folders import Partition, RunFolder, partition_folder
 from rollmill.tasks.store.reader import list_steps, read
@@ -127,12 +128,14 @@ def list_parts(folder: RunFolder, dataset: str) -> Iterator[StoredPart]:
 def _find_finished(folder: RunFolder, manifest: Manifest, dataset: str) -> Callable[[int], bool]:
     """Return whether a step of a data set gets no more rows by the run's loop.
 
-    The metrics of a step are stored last. An evaluation of a version ends before the step after next.
+    The metrics of a step are stored last. An evaluation of a version ends before the step after next; a run without steps may have one.
     """
     if manifest.status == "finished":
         return lambda step: True
     done = set(list_done_steps(folder, manifest)) & set(list_steps(folder, "metrics"))
-    return lambda step: step + (dataset in EVALUATED) in done
+    if dataset in EVALUATED:
+        return lambda version: version + 1 in done or is_complete(folder, version)
+    return lambda step: step in done
 
 
 def _step_of(partition: Partition) -> int:

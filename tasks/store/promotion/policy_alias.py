@@ -123,6 +123,12 @@ class PolicyAlias:
             yield key, record
             key = record.previous
 
+    def check_kind(self, policy: RunFolder) -> None:
+        """Refuse a policy on S3 for an alias on a disk, and the reverse; raises ConfigError."""
+        if self.root.is_local != policy.is_local:
+            remedy = "an alias and its policy are both on a disk, or both on S3; copy the policy"
+            raise ConfigError("alias", self.location, remedy)
+
     def move(self, make: Callable[[str], AliasRecord]) -> AliasRecord:
         """Move the alias: `make` gets the key of the current record, and returns the new one or raises.
 
@@ -133,9 +139,7 @@ class PolicyAlias:
         with self._lock():
             before = self.current_key()
             record = make(before)
-            if self.root.is_local != RunFolder(record.policy).is_local:
-                remedy = "an alias and its policy are both on a disk, or both on S3; copy the policy"
-                raise ConfigError("alias", self.location, remedy)
+            self.check_kind(RunFolder(record.policy))
             key = self._store(record, before)
             self._replace(key, before)
         return record

@@ -86,7 +86,7 @@ def _read_arguments(call: Wire) -> object:
     text = call["function"].get("arguments", "")
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
