@@ -130,7 +130,7 @@ def test_answers_that_a_scorer_dropped_count_as_wrong_and_do_not_block(workfolde
     assert gate_here(PolicyGate(second.location, against=first.location)).reasons == ()
 
 
-def test_a_missing_evaluation_is_made_by_launched_servers_in_a_run_of_its_own_settings(
+def test_a_missing_evaluation_is_made_by_launched_servers_in_a_run_for_its_fixed_settings(
     workfolder: Path,
 ) -> None:
     first, second = make_policy(workfolder, "first", None), make_policy(workfolder, "second", EQUAL)
