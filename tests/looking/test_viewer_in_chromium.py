@@ -20,7 +20,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Request, Route, expect, sync_playwright
 from span_rows import Row, whole_step
 from stored_spans import store_spans
 
@@ -179,6 +179,31 @@ def test_a_condition_in_sql_selects_rows_and_a_wrong_one_is_explained(small: Ope
     page = small("/held-out")
     page.locator(".filter.where input").fill("greedy and policy_version = 3")
     expect(page.locator(".ag-row[row-index='0'] .ag-cell[col-id=trajectory]")).to_have_text("v3.0.greedy")
+
+
+def test_filters_that_change_faster_than_the_server_answers_leave_the_rows_of_the_last(small: Open) -> None:
+    page = small("/trajectories")
+    expect(page.locator("#count")).to_have_text("48 trajectories")
+    held = list[Route]()
+
+    def asks_for_rows(request: Request) -> bool:
+        return "getRowsResponse" in (request.post_data or "")
+
+    def hold(route: Route) -> None:
+        if asks_for_rows(route.request) and len(held) < 3:
+            held.append(route)
+        else:
+            route.continue_()
+
+    page.route("**/*", hold)
+    for most in (0.1, 0.2, 0.3):
+        with page.expect_request(asks_for_rows):
+            page.locator(".filter.where input").fill(f"reward > {most}")
+    page.locator(".filter.where input").fill("reward > 0.5 and step = 1")
+    expect(page.locator(".ag-row[row-index='0'] .ag-cell[col-id=step]")).to_have_text("1")
+    for route in held:
+        route.continue_()
+    page.unroute_all()
 
 
 def test_tokens_are_coloured_by_the_chosen_column_and_show_their_numbers(small: Open) -> None:

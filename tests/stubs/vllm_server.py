@@ -49,10 +49,11 @@ class StubVllmServer:
         rollout_s: seconds of one completion.
         asked: every completion that it was asked for, in order.
         most: how many of those it answers for now, and holds the others back; None: all.
-        events: what it was asked that its sleep concerns, in order: sleep, a tag that it wakes, update, version, score.
+        events: what it was asked that its sleep concerns, in order: sleep, a tag that it wakes, update, version.
         answers: texts that it answers with, one of them for each seed.
         closing: what it answers to a prompt that has the seed's answer already; empty: the same again.
-        most_scored: how many prompts it gives log-probabilities of for now, and holds the others back; None: all.
+        scored: every prompt that it was asked for log-probabilities of, as token ids, in order.
+        most_scored: how many of those it answers for now, and holds the others back; None: all.
     """
 
     model: Path
@@ -62,6 +63,7 @@ class StubVllmServer:
     events: list[str] = field(default_factory=list)
     answers: Sequence[str] = ANSWERS
     closing: str = ""
+    scored: list[Sequence[int]] = field(default_factory=list)
     most_scored: int | None = None
     _version: str = "start"
 
@@ -121,8 +123,8 @@ class StubVllmServer:
 
     async def _score(self, token_ids: Sequence[int]) -> dict[str, Any]:
         """The log-probabilities of a prompt, once its turn has come."""
-        self.events.append("score")
-        number = self.events.count("score")
+        self.scored.append(token_ids)
+        number = len(self.scored)
         while self.most_scored is not None and number > self.most_scored:  # noqa: ASYNC110 - set by another thread
             await asyncio.sleep(LOOK_AGAIN_S)
         return _prompt_logprobs(token_ids)
