@@ -178,7 +178,7 @@ def _check_vllm(python: str) -> str:
 def _check_prefect() -> str:
     from rollmill.flows.prefect_integration import local_server
 
-    if url := os.environ.get("PREFECT_API_URL"):
+    if url := os.environ.get("PREFECT_API_URL", "").rstrip("/"):
         if problem := local_server.find_problem(url):
             raise ConfigError("PREFECT_API_URL", url, problem)
         return f"{url} answers"

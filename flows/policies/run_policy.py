@@ -23,7 +23,7 @@ from rollmill.flows.run.live_run import Run, TrainingRun
 from rollmill.flows.step.held_out import evaluate_version, is_due, is_evaluated
 from rollmill.flows.step.report import count_skipped_steps, has_metrics, store_metrics, train_metrics
 from rollmill.flows.step.step_space import is_checkpoint_due
-from rollmill.tasks.errors import RequestError, ServiceDiedError, SkippedStepsError
+from rollmill.tasks.errors import RequestError, ServiceDiedError, ServiceStartError, SkippedStepsError
 from rollmill.tasks.observe.metrics import Metric
 from rollmill.tasks.observe.span_waits import TimedLock
 from rollmill.tasks.observe.spans import OpenSpan, current_lane, record_span, span, within
@@ -284,18 +284,26 @@ class RunPolicy:
             return await command()
 
     async def _bring_back_trainer(self, error: ServiceDiedError) -> list[SyncReport]:
-        """Restart a launched trainer, load the last version in the run's folder, and sync the servers; returns their reports."""
+        """Restart a launched trainer, load the last version in the run's folder, and sync the servers; returns their reports.
+
+        A trainer that fails meanwhile is restarted again, at most `max_restarts` times in a row.
+        """
+        reason = error.reason
         while True:
-            await restart(self._trainer, error.reason, self._restarts_in_a_row, self._run.config.max_restarts)
+            earlier, self._restarts_in_a_row = self._restarts_in_a_row, self._restarts_in_a_row + 1
+            try:
+                await restart(self._trainer, reason, earlier, self._run.config.max_restarts)
+            except ServiceStartError as failed:
+                reason = failed.reason
+                continue
             self._restarts += 1
-            self._restarts_in_a_row += 1
             try:
                 await self.trained.load()
                 return await self._update_servers()
-            except ServiceDiedError as again:
-                if again.service != self._trainer.name:
+            except ServiceDiedError as died:
+                if died.service != self._trainer.name:
                     raise
-                error = again
+                reason = died.reason
 
     def _note_skipped(self, step: int, result: StepResult) -> None:
         """Log that a step made no update or skipped some; SkippedStepsError after too many steps in a row without an update."""

@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import field_validator
+
 from rollmill.tasks.config import StageConfig, setting
 
 
@@ -9,6 +11,13 @@ class StoreConfig(StageConfig):
     """Settings of the data sets."""
 
     root: str = setting("runs", "Folder that holds the runs: on a local disk, or s3://bucket/prefix.")
+
+    @field_validator("root")
+    @classmethod
+    def _drop_last_slash(cls, root: str) -> str:
+        # On S3, where a key may have an empty part, bucket/runs/ would be another prefix than bucket/runs.
+        return root if root.endswith("://") else root.rstrip("/") or root[:1]
+
     keep_routing_steps: int = setting(
         0,
         "Number of newest trained steps whose routed experts are kept; steps that a resumed run would train again are "

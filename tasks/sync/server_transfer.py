@@ -141,11 +141,13 @@ class BackPressure:
 
     Args:
         limit: of the whole transfer.
-        straggler_timeout_s: seconds for which slower servers may hold up the others.
+        straggler_timeout_s: seconds for which slower servers may hold up the others, in total.
+        longest_wait_s: seconds for which they may at a time: less than the others wait for a byte.
     """
 
-    def __init__(self, limit: TimeLimit, straggler_timeout_s: float) -> None:
+    def __init__(self, limit: TimeLimit, straggler_timeout_s: float, longest_wait_s: float) -> None:
         self._limit, self._straggler_timeout_s = limit, straggler_timeout_s
+        self._longest_wait_s = longest_wait_s
         self._left_s = straggler_timeout_s
         self._taken = threading.Condition()
 
@@ -164,16 +166,17 @@ class BackPressure:
             buckets: numbers of buckets that are in memory.
         """
         oldest, started, slowest = min(buckets), time.perf_counter_ns(), ""
+        until = time.monotonic() + self._longest_wait_s
         with self._taken:
             while not (free := [n for n in buckets if all(each.has_taken(n) for each in transfers.values())]):
                 running = {server: each for server, each in transfers.items() if not each.error}
                 slow = {server: each for server, each in running.items() if not each.has_taken(oldest)}
                 slowest = next(iter(slow), slowest)
-                self._wait_for(slow.values(), others_wait=len(slow) < len(running))
+                self._wait_for(slow.values(), until, others_wait=len(slow) < len(running))
         add_short_span(WAITING_FOR_RECEIVER, started, slowest)
         return free[0]
 
-    def _wait_for(self, slow: Collection[ServerTransfer], *, others_wait: bool) -> None:
+    def _wait_for(self, slow: Collection[ServerTransfer], until: float, *, others_wait: bool) -> None:
         """Wait for a call of `notify`, or give transfers up that have exceeded a time limit."""
         # Without any, the threads of transfers that were given up are about to end.
         if not slow:
@@ -181,9 +184,10 @@ class BackPressure:
             return
         started = time.monotonic()
         left_s, reason = self._limit.deadline - started, self._limit.reason
-        if others_wait and self._left_s < left_s:
-            left_s = self._left_s
-            reason = f"other servers waited {self._straggler_timeout_s:g} s for it"
+        if others_wait:
+            in_total = self._left_s, f"other servers waited {self._straggler_timeout_s:g} s for it"
+            at_a_time = until - started, f"other servers waited {self._longest_wait_s:g} s at a time for it"
+            left_s, reason = min((left_s, reason), in_total, at_a_time)
         if left_s <= 0:
             for each in slow:
                 each.give_up(reason)

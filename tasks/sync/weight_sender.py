@@ -129,7 +129,7 @@ class WeightSender:
         started, buckets = time.monotonic(), plan.buckets(self._rank)
         too_long = f"it took longer than {self._config.timeout_s:g} s (sync.timeout_s)"
         limit = TimeLimit(started + self._config.timeout_s, too_long)
-        pressure = BackPressure(limit, self._straggler_timeout_s)
+        pressure = BackPressure(limit, self._straggler_timeout_s, self._config.stall_timeout_s / 2)
         snapshot = next((each.snapshot for each in targets if each.snapshot), "")
         sources = {each.server: self._source_memory(plan, each, shared) for each in targets}
         # Changes are of what is in host memory.

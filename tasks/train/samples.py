@@ -382,6 +382,6 @@ def check_lengths(samples: Samples, most_tokens: int, *, is_padded: bool) -> Non
             what = f"its {outline.n_segments} segments, padded to {outline.longest} tokens, take {n_tokens}"
         if n_tokens > most_tokens:
             raise BatchRefusedError(
-                f"trajectory {samples.trajectory_ids[row]}: {what}, and train.micro_batch_tokens is {most_tokens}; raise that: the batch "
-                "is stored. Later episodes of several segments end in time with train.layout=padded if their rows are padded"
+                f"trajectory {samples.trajectory_ids[row]}: {what}, and train.micro_batch_tokens is {most_tokens}; raise that, since "
+                "the batch is stored; where rows are padded, train.layout=padded makes later episodes of several segments end earlier"
             )

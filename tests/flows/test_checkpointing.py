@@ -14,7 +14,7 @@ from rollmill.flows.policies.checkpointing import Checkpointing
 from rollmill.flows.policies.run_policy import RunPolicy
 from rollmill.flows.step.step_collection import collect_step
 from rollmill.flows.step.step_groups import store_batch
-from rollmill.tasks.errors import RequestError, RollmillError, ServiceDiedError, StoreError
+from rollmill.tasks.errors import RequestError, RollmillError, ServiceDiedError, ServiceStartError, StoreError
 from rollmill.tasks.serve.policy_version import PolicyVersion
 from rollmill.tasks.store.folders import CHECKPOINT_MARKER, RunFolder
 from rollmill.tasks.store.run.resume import list_complete_checkpoints
@@ -32,6 +32,7 @@ class Trainer:
         deaths: whether it dies in each training of a step, one after another; none left: it does not.
         begun: versions whose checkpoints were begun.
         starts: how often it was started again.
+        failed_starts: how many of the next starts fail.
     """
 
     name = "trainer"
@@ -41,7 +42,7 @@ class Trainer:
         self.folder, self.fates = folder, list(fates)
         self.deaths: list[bool] = []
         self.begun: list[int] = []
-        self.starts = 0
+        self.starts = self.failed_starts = 0
         self.may_start = asyncio.Event()
         self.may_start.set()
         self.client = self.process = self
@@ -55,6 +56,9 @@ class Trainer:
     async def start(self) -> None:
         await self.may_start.wait()
         self.starts += 1
+        if self.failed_starts:
+            self.failed_starts -= 1
+            raise ServiceStartError(self.name, "no memory")
 
     async def do(self, command: Command[Any], starts: dict[str, int] | None = None) -> Any:
         match command:
@@ -81,10 +85,10 @@ class Trainer:
 
 @asynccontextmanager
 async def train_policy(
-    folder: Path, *fates: RollmillError | None
+    folder: Path, *fates: RollmillError | None, max_restarts: int = 1
 ) -> AsyncIterator[tuple[RunPolicy, Trainer]]:
     """A policy at version 1, of which a checkpoint is due and may be begun."""
-    settings = {"steps": 1, "max_restarts": 1, "evaluate": {"every": 0}}
+    settings = {"steps": 1, "max_restarts": max_restarts, "evaluate": {"every": 0}}
     async with open_planned_run(folder, PlannedSampler(), PlannedScoring(), **settings) as run:
         trainer = Trainer(run.folder, *fates)
         with disable_run_logger():
@@ -140,6 +144,27 @@ async def test_a_trainer_that_dies_at_every_write_ends_the_run(tmp_path: Path) -
         with pytest.raises(ServiceDiedError, match="after 1 restarts"):
             await policy.finish_checkpoints()
     assert trainer.begun == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("deaths", "failed_starts"),
+    [([True, True, True, False], 0), ([True, True, False], 1), ([True, False], 2)],
+)
+async def test_a_trainer_that_fails_while_it_is_brought_back_is_restarted_again(
+    tmp_path: Path, deaths: list[bool], failed_starts: int
+) -> None:
+    async with train_policy(tmp_path, max_restarts=3) as (policy, trainer):
+        trainer.deaths, trainer.failed_starts = list(deaths), failed_starts
+        await policy.train(0, "")
+    assert trainer.starts == 1 + deaths[1:].count(True) + failed_starts
+
+
+async def test_a_trainer_that_never_starts_again_ends_the_run(tmp_path: Path) -> None:
+    async with train_policy(tmp_path, max_restarts=3) as (policy, trainer):
+        trainer.deaths, trainer.failed_starts = [True], 9
+        with pytest.raises(ServiceDiedError, match="no memory, after 3 restarts in a row"):
+            await policy.train(0, "")
+    assert trainer.starts == 3
 
 
 async def test_a_finished_step_allows_the_trainer_to_be_restarted_again(tmp_path: Path) -> None:

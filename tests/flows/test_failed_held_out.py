@@ -1,6 +1,7 @@
 """Held-out answers whose score failed are scored again with --redo-failed, like those of a step."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,22 @@ async def test_failed_scores_of_held_out_answers_are_redone_and_nothing_is_sampl
     assert "version 0: 3 of 6 trajectories failed, which count as reward 0; see rollmill inspect" in said
     assert "--evaluations --status failed,unscored" in said
     assert not [each for each in verify_run(run.folder).findings if "evaluations" in str(each)]
+
+
+async def test_failed_scores_of_an_environment_that_a_fork_no_longer_has_stay(tmp_path: Path) -> None:
+    broken = PlannedScoring(statuses={GREEDY: "failed"})
+    async with open_planned_run(tmp_path, PlannedSampler(), broken, **SETTINGS) as run:
+        requests = await plan_held_out(run, 0)
+        watch = FailureWatch(0, len(requests), 1.0, lambda: logging.getLogger("test"))
+        with run.admission.request_slots(len(requests), (0, EVALUATION)) as tickets:
+            await evaluate_prompts.fn((run, requests, tickets, watch), 0, 0)
+        before = read(run.folder, "evaluations", version=0)
+    async with open_planned_run(tmp_path, PlannedSampler(), PlannedScoring(), **SETTINGS) as run:
+        (environment,) = run.environments
+        with disable_run_logger():
+            await redo_failed_scores(replace(run, environments=(replace(environment, name="another"),)))
+        # By repr, because a reward that is not a number is unequal to itself.
+        assert repr(same(read(run.folder, "evaluations", version=0))) == repr(same(before))
 
 
 def same(table: Any) -> list[dict[str, Any]]:

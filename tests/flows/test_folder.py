@@ -12,6 +12,7 @@ from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.run.lock import lock_run
 from rollmill.tasks.store.run.manifest import Manifest, write_manifest
 from rollmill.tasks.store.schemas import SCHEMA_VERSION
+from tests.stubs.toy_settings import validate_toy
 
 
 def create_run(root: Path, status: str, *changes: str, trains: bool = True) -> Path:
@@ -152,3 +153,11 @@ def test_settings_that_shape_rows_and_checkpoints_may_not_change() -> None:
 def test_moving_a_run_on_s3_is_refused_with_the_command_that_moves_it() -> None:
     with pytest.raises(ConfigError, match=r"aws s3 mv --recursive s3://b/runs/a s3://b/runs/a-1"):
         check_movable(RunFolder("s3://b/runs/a"))
+
+
+@pytest.mark.parametrize(
+    ("given", "folder"),
+    [("s3://bucket/runs/", "s3://bucket/runs/a"), ("s3://bucket", "s3://bucket/a"), ("runs//", "runs/a")],
+)
+def test_a_slash_at_the_end_of_the_root_makes_no_other_folder(given: str, folder: str) -> None:
+    assert run_folder("a", validate_toy({"store": {"root": given}})).location == folder

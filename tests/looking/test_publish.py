@@ -318,6 +318,16 @@ def test_a_repository_is_private_and_its_card_keeps_what_a_user_wrote(
     assert len(hub.commits) == 3
 
 
+def test_a_repository_that_was_made_in_the_browser_gets_the_tables(
+    hub: DatasetHub, small_run: RunFolder
+) -> None:
+    hub.files["README.md"] = b"---\nlicense: mit\n---\n# Mine\n"
+    publish_runs([small_run], f"huggingface:{REPOSITORY}", ["groups"])
+    card = hub.files["README.md"].decode()
+    assert "license: mit" in card
+    assert "groups/**/*.parquet" in card
+
+
 @pytest.mark.parametrize(
     ("to", "remedy"),
     [

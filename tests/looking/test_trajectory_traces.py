@@ -12,7 +12,7 @@ from otlp_receiver import Receiver
 
 import rollmill as product
 from rollmill.tasks.look.export.trajectory_traces import convert_message
-from rollmill.tasks.rollout.chat_logs.otel_spans import list_spans
+from rollmill.tasks.rollout.chat_logs.otel_spans import list_answers, list_spans
 from rollmill.tasks.store.folders import RunFolder
 
 Command = Callable[..., str]
@@ -96,7 +96,8 @@ def test_import_reads_the_conversations_again(
     found = {
         json.dumps([[each["role"], each["content"]] for each in conversation["messages"]])
         for request in receiver.taken
-        for conversation in list_spans(MessageToDict(request))
+        for span in list_spans(MessageToDict(request))
+        for conversation in list_answers(span)
     }
     assert found == expected
 

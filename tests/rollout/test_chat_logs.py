@@ -280,6 +280,17 @@ def test_a_line_that_cannot_be_trained_on_is_named_and_stops_no_other(
     assert said in reason
 
 
+def test_a_span_that_cannot_be_trained_on_stops_none_of_its_line(write: Callable[..., str]) -> None:
+    line: Any = otel_line({"gen_ai.input.messages": SAID, "gen_ai.output.messages": REPLIED})
+    (scope,) = line["resourceSpans"][0]["scopeSpans"]
+    *others, good = scope["spans"]
+    no_json = good | {"attributes": [{"key": "gen_ai.output.messages", "value": otel_value("They")}]}
+    scope["spans"] = [*others, no_json, {"attributes": 3}, good | {"spanId": "last"}]
+    logs = read_logs([write("spans.jsonl", line)])
+    assert [each.log_id.endswith("/last") for each in logs.conversations] == [True]
+    assert sum(logs.left_out.values()) == 2
+
+
 def test_a_line_that_is_no_json_stops_the_import_unless_it_is_written_now(tmp_path: Path) -> None:
     log = tmp_path / "chats.jsonl"
     whole = json.dumps(CHAT) + "\n"

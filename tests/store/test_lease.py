@@ -129,6 +129,18 @@ def test_a_suspended_holder_loses_the_run_and_then_writes_nothing(run: RunFolder
         ours.release()
 
 
+def test_a_holder_whose_machine_slept_asks_for_its_lease_before_it_writes(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = lock_folder(run, lease_s=3600.0)
+    open_files(run).remove([LOCK_KEY])
+    ours.check()
+    now = time.clock_gettime(time.CLOCK_BOOTTIME)
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: now + 7200.0)
+    with pytest.raises(LeaseLostError):
+        ours.check()
+
+
 def open_run(run: RunFolder, steps: int = 1) -> OpenRun:
     settings = {"config": {"steps": steps}, "fixed": {}, "versions": {}, "git_commit": ""}
     return OpenRun.open(run, **settings, config_of=StoreConfig())

@@ -57,6 +57,22 @@ def test_a_server_that_never_opens_its_links_holds_the_others_up_for_a_limited_t
         each.close()
 
 
+def test_a_server_that_holds_others_up_is_given_up_before_these_miss_a_byte_for_too_long() -> None:
+    trainer = Trainer(stall_timeout_s=1.0)
+    absent, good = Server(trainer), Server(trainer, stall_timeout_s=1.0)
+    plan = plan_of(WEIGHTS, 1, BUCKET_BYTES)
+    with ThreadPoolExecutor(1) as threads:
+        received = threads.submit(good.open_and_receive, plan)
+        lost, sent = trainer.senders[0].send(
+            plan, [absent.target, good.target], pieces_of(WEIGHTS, is_live=False)
+        )
+        assert_equal(received.result(TIMEOUT_S), WEIGHTS)
+    assert "other servers waited 0.5 s at a time for it" in lost.error
+    assert sent.error == ""
+    for each in (good, trainer):
+        each.close()
+
+
 def test_a_server_that_stalls_is_given_up_and_the_others_are_served() -> None:
     trainer = Trainer(stall_timeout_s=1.0)
     stuck, good = Server(trainer), Server(trainer)
@@ -70,7 +86,7 @@ def test_a_server_that_stalls_is_given_up_and_the_others_are_served() -> None:
         lost, sent = trainer.senders[0].send(plan, [stuck.target, good.target], pieces)
         opened.result(TIMEOUT_S)
         assert_equal(received.result(TIMEOUT_S), weights)
-    assert "it took no byte in 1 s (sync.stall_timeout_s)" in lost.error
+    assert "other servers waited 0.5 s at a time for it" in lost.error
     assert sent.error == ""
     for each in (stuck, good, trainer):
         each.close()

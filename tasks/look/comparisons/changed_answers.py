@@ -73,8 +73,18 @@ def _read_greedy(folder: RunFolder, env: str, version: int) -> pl.DataFrame:
 
 
 def _scan_answers(folder: RunFolder, env: str, version: int) -> pl.LazyFrame:
-    names = ["trajectory_id", "step", "env", "group", "sample", "example_id", "status", "greedy", "reward"]
-    names.append("error_type")
+    names = [
+        "trajectory_id",
+        "step",
+        "env",
+        "group",
+        "sample",
+        "example_id",
+        "status",
+        "greedy",
+        "reward",
+        "error_type",
+    ]
     rows = scan(folder, "evaluations", names, version=version)
     # An evaluation that was repeated after a kill may have stored a row twice.
     unique = rows.unique(["env", "group", "sample"], keep="last")

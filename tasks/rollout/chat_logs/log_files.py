@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ import polars as pl
 
 from rollmill.tasks.errors import ConfigError, EpisodeError
 from rollmill.tasks.rollout.chat_logs.logged_conversation import LoggedConversation, parse_conversation
-from rollmill.tasks.rollout.chat_logs.otel_spans import list_spans
+from rollmill.tasks.rollout.chat_logs.otel_spans import list_answers, list_spans
 
+# What reading a JSON object of another form raises.
+_MALFORMED = (EpisodeError, LookupError, TypeError, AttributeError, ValueError)
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 
 
@@ -107,9 +109,17 @@ def _json_lines(file: Path) -> Iterator[tuple[str, dict[str, Any] | EpisodeError
                 continue
             try:
                 for span in list_spans(line):
-                    yield f"{source} span {span['id']}", span
-            except (EpisodeError, LookupError, TypeError, AttributeError, ValueError) as error:
+                    yield from _read_span(source, span)
+            except _MALFORMED as error:
                 yield source, EpisodeError(f"its spans have another form than OTLP's: {error}")
+
+
+def _read_span(source: str, span: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any] | EpisodeError]]:
+    try:
+        for each in list_answers(span):
+            yield f"{source} span {each['id']}", each
+    except _MALFORMED as error:
+        yield source, EpisodeError(f"a span has another form than OTLP's: {error}")
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[str, dict[str, Any] | EpisodeError]]:

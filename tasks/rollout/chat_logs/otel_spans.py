@@ -14,21 +14,24 @@ from rollmill.tasks.errors import EpisodeError
 OUTPUT = "gen_ai.output.messages"
 
 
-def list_spans(line: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield what each span of an OTLP line with a model's answer says, in the form of `parse_conversation`.
+def list_spans(line: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the spans of an OTLP line."""
+    for resource in line["resourceSpans"]:
+        for scope in resource.get("scopeSpans", ()):
+            yield from scope.get("spans", ())
 
-    A span without recorded messages yields nothing: an application records them only on request. Of several answers, each
-    is a conversation.
+
+def list_answers(span: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield what a span says of each of a model's answers, in the form of `parse_conversation`.
+
+    A span without recorded messages yields nothing: an application records them only on request.
 
     Raises:
         EpisodeError: the messages have another form.
     """
-    for resource in line["resourceSpans"]:
-        for scope in resource.get("scopeSpans", ()):
-            for span in scope.get("spans", ()):
-                attributes = {each["key"]: _value(each["value"]) for each in span.get("attributes", ())}
-                if OUTPUT in attributes:
-                    yield from _conversations(span, attributes)
+    attributes = {each["key"]: _value(each["value"]) for each in span.get("attributes", ())}
+    if OUTPUT in attributes:
+        yield from _conversations(span, attributes)
 
 
 def _value(value: Mapping[str, Any]) -> Any:

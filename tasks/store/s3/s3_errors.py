@@ -21,7 +21,11 @@ _TRANSIENT = (
     TimeoutError,
 )
 _TRANSIENT_STATUS = {408, 425, 429}
-_TRANSIENT_CODES = {"RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "OperationAborted"}
+_TRANSIENT_CODES = {
+    *("RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "OperationAborted"),
+    # Of a multipart upload whose completion was answered too late: it is there, or the server has dropped it.
+    "NoSuchUpload",
+}
 _NO_OBJECT = {"NoSuchKey", "404"}
 _CHANGED = {"PreconditionFailed", "ConditionalRequestConflict"}
 

@@ -63,6 +63,11 @@ def is_leased(folder: RunFolder) -> bool:
     return bool(there and lease and lease.remaining_s(there.age_s) > 0.0)
 
 
+def _read_clock() -> float:
+    """Return seconds that pass also while the machine sleeps, as they do for other holders."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
 class S3Lease:
     """An exclusive lease on a run, renewed by a thread of this process until it is released or lost."""
 
@@ -84,16 +89,16 @@ class S3Lease:
         """
         objects = open_objects(folder, ATTEMPTS)
         terms = LeaseRecord(token=uuid.uuid4().hex, holder=LockHolder.this_process(), lease_s=lease_s)
-        deadline = time.monotonic() + timeout_s
+        deadline = _read_clock() + timeout_s
         while True:
             # The lease is counted from before the request, so that it ends here before it ends on the server.
-            began = time.monotonic()
+            began = _read_clock()
             there = objects.find(LOCK_KEY)
             other = _parse_lease(there)
             left_s = other.remaining_s(there.age_s) if there and other else 0.0
             if left_s <= 0.0 and (taken := _write_lock(objects, terms, there.etag if there else None)):
                 return cls(objects, *taken, began + lease_s)
-            if time.monotonic() >= deadline:
+            if _read_clock() >= deadline:
                 raise RunLockedError(
                     f"{folder.location} is being written to by {other.holder if other else 'another process'}; "
                     f"end that one first, or give another name to begin a new run; if it was lost with its machine, "
@@ -108,7 +113,7 @@ class S3Lease:
             LeaseLostError: another process has taken the run over, or this is a forked process.
             StoreError: the server does not answer, so nothing is known.
         """
-        if self._lost or time.monotonic() >= self._until - self._terms.lease_s / RENEWALS_PER_LEASE:
+        if self._lost or _read_clock() >= self._until - self._terms.lease_s / RENEWALS_PER_LEASE:
             self._renew()
 
     def release(self) -> None:
@@ -148,7 +153,7 @@ class S3Lease:
         with self._lock:
             if self._lost:
                 raise LeaseLostError(f"{self._objects.path('')} is not written to: {self._lost}")
-            began = time.monotonic()
+            began = _read_clock()
             terms = self._terms.model_copy(update={"renewals": self._terms.renewals + 1})
             renewed = _write_lock(self._objects, terms, self._etag)
             if renewed is None:
