@@ -1,6 +1,7 @@
 """The commands `gate`, `promote`, `rollback` and `improve`: a policy is compared, approved in the terminal, and the alias is moved."""
 
 import getpass
+import os
 import sys
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -63,14 +64,22 @@ def promote_here(
         if not sys.stdin.isatty():
             raise ConfigError("--yes", False, "there is no terminal to ask in; give --yes to approve it")
         typer.confirm(f"Promote it to {to}?", abort=True)
-    moved = promote_policy(candidate, alias, approved_by or getpass.getuser(), note)
+    moved = promote_policy(candidate, alias, approved_by or _name_user(), note)
     _report(alias, moved, webhook)
 
 
 def roll_back_here(location: str, approved_by: str, note: str, webhook: str) -> None:
     """Move an alias back to the policy before; ConfigError if there is none."""
     alias = PolicyAlias(location)
-    _report(alias, roll_back(alias, approved_by or getpass.getuser(), note), webhook)
+    _report(alias, roll_back(alias, approved_by or _name_user(), note), webhook)
+
+
+def _name_user() -> str:
+    """Return the name of the user; "user ID" where the machine has no name for it, as in some containers."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"user {os.getuid()}"
 
 
 def _report(alias: PolicyAlias, moved: AliasRecord, webhook: str) -> None:

@@ -252,7 +252,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def parse_value(text: str) -> Any:
-    """Parse an override's value as YAML; a text that Python reads as a number, such as 1e-6, becomes a float."""
+    """Parse an override's value as YAML; an unquoted text that Python reads as a number, such as 1e-6, becomes a float."""
     try:
         value = parse_yaml(text) if text else ""
     except ValueError as error:
@@ -262,7 +262,7 @@ def parse_value(text: str) -> Any:
             "YAML reads what follows # as a comment: quote the text within the value too, as KEY='\"a #1\"'"
         )
         raise ConfigError("--set", text, remedy)
-    if isinstance(value, str):
+    if isinstance(value, str) and value == text.strip():
         try:
             return float(value)
         except ValueError:

@@ -2,10 +2,12 @@
 
 import asyncio
 
+from prefect import get_run_logger
+
 from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.run.live_run import Run, TrainingRun
 from rollmill.flows.step.report import store_metrics
-from rollmill.tasks.errors import RollmillError
+from rollmill.tasks.errors import LeaseLostError, RollmillError, StoreError
 from rollmill.tasks.observe.metrics import Metric
 from rollmill.tasks.observe.spans import span, within
 from rollmill.tasks.store.checkpoints.checkpoint_marker import read_marker
@@ -91,9 +93,16 @@ class Checkpointing:
     async def _use(self, version: int) -> None:
         run, kept = self._run, self._run.config.checkpoint
         run.compactor.begin(version)
-        await asyncio.to_thread(
-            remove_checkpoints, run.folder, run.store.files, keep=kept.keep, keep_every=kept.keep_every
-        )
+        try:
+            await asyncio.to_thread(
+                remove_checkpoints, run.folder, run.store.files, keep=kept.keep, keep_every=kept.keep_every
+            )
+        except LeaseLostError:
+            raise
+        except StoreError as error:
+            get_run_logger().warning(
+                "an old checkpoint stays for now; the next one's removal includes it: %s", error
+            )
 
 
 def other_ranks(folder: RunFolder, version: int, config: RunConfig) -> str:

@@ -11,7 +11,7 @@ from rollmill.tasks.errors import (
     ConfigError,
     ParityError,
     RequestError,
-    ServiceDiedError,
+    ServiceError,
     ServiceStartError,
     SyncError,
 )
@@ -101,13 +101,14 @@ async def _restart_until_back(
                 await restart(server, reason, restarts - 1, max_restarts)
             must_start = True
             await rejoin(server)
-        except ServiceDiedError as error:
-            if error.service != server.name:
-                raise
-            servers.give_up(server, error.reason, error.log_tail)
         except _MAY_COME_BACK as error:
             reason = str(error)
             continue
+        except ServiceError as error:
+            # It was restarted too often, or its process cannot be ended.
+            if error.service != server.name:
+                raise
+            servers.give_up(server, error.reason, error.log_tail)
         return restarts
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from importlib.metadata import Distribution, distribution
 from json import loads
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from rollmill.flows.configuration.presets import BUILT_IN
 from rollmill.flows.project.uv_install import find_uv, has_gpu, install, run_uv
@@ -97,4 +99,4 @@ def _find_checkout(mine: Distribution) -> str:
     """Return the folder that an editable installation uses; empty for any other."""
     origin = loads(mine.read_text("direct_url.json") or "{}")
     is_editable = origin.get("dir_info", {}).get("editable", False)
-    return str(origin["url"]).removeprefix("file://") if is_editable else ""
+    return url2pathname(urlsplit(origin["url"]).path) if is_editable else ""

@@ -210,7 +210,7 @@ def _receive_buckets(
         ranges = buckets[number].ranges
         try:
             travelled += receive(link, memory.views(ranges))
-        except (SyncError, OSError, RuntimeError) as error:
+        except (SyncError, OSError, RuntimeError, MemoryError) as error:
             total = sum(each.size_bytes for each in buckets[own])
             return travelled, SyncError(
                 f"bucket {number + 1} of {len(buckets)} of rank {rank} did not arrive: {error}; "

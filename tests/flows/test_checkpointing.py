@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,14 @@ from rollmill.flows.policies.checkpointing import Checkpointing
 from rollmill.flows.policies.run_policy import RunPolicy
 from rollmill.flows.step.step_collection import collect_step
 from rollmill.flows.step.step_groups import store_batch
-from rollmill.tasks.errors import RequestError, RollmillError, ServiceDiedError, ServiceStartError, StoreError
+from rollmill.tasks.errors import (
+    LeaseLostError,
+    RequestError,
+    RollmillError,
+    ServiceDiedError,
+    ServiceStartError,
+    StoreError,
+)
 from rollmill.tasks.serve.policy_version import PolicyVersion
 from rollmill.tasks.store.folders import CHECKPOINT_MARKER, RunFolder
 from rollmill.tasks.store.run.resume import list_complete_checkpoints
@@ -128,6 +135,21 @@ async def brought_back(policy: RunPolicy) -> None:
     """As any command does that finds the trainer dead."""
     async with policy._still:
         await policy._bring_back_trainer(DIED)
+
+
+@pytest.mark.parametrize("error", [StoreError("cannot remove it"), LeaseLostError("taken over")])
+async def test_an_old_checkpoint_that_cannot_be_removed_ends_a_run_only_if_another_process_has_it(
+    tmp_path: Path, error: StoreError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("rollmill.flows.policies.checkpointing.remove_checkpoints", refuse)
+    async with train_policy(tmp_path) as (policy, trainer):
+        await policy.checkpoint_if_due()
+        with pytest.raises(LeaseLostError) if isinstance(error, LeaseLostError) else nullcontext():
+            await policy.finish_checkpoints()
+    assert list_complete_checkpoints(trainer.folder) == [1]
 
 
 async def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_starts_nothing(tmp_path: Path) -> None:

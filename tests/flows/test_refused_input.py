@@ -59,6 +59,12 @@ def test_a_value_that_yaml_would_cut_at_a_comment_is_refused(value: str) -> None
     assert parse_value("a#b") == "a#b"
 
 
+@pytest.mark.parametrize("value", ["12", "1e-6", "nan", "inf"])
+def test_a_quoted_number_stays_a_text(value: str) -> None:
+    assert isinstance(parse_value(value), int | float)
+    assert parse_value(f"'{value}'") == parse_value(f'"{value}"') == value
+
+
 def test_ordinary_yaml_is_read_as_before() -> None:
     text = "a: &a {b: 1, c: 0}\nd: {<<: *a, c: -20}\ne: [1e-6, 0x1F, 1_000, '012', yes, null]\n"
     given = {"b": 1, "c": 0}

@@ -9,7 +9,14 @@ import pytest
 from prefect.logging import disable_run_logger
 
 from rollmill.flows.policies.server_watch import WatchLimits, watch_server
-from rollmill.tasks.errors import ParityError, RequestError, ServiceDiedError, ServiceStartError, SyncError
+from rollmill.tasks.errors import (
+    ParityError,
+    RequestError,
+    ServiceDiedError,
+    ServiceError,
+    ServiceStartError,
+    SyncError,
+)
 
 LIMITS = WatchLimits(max_restarts=2, rejoin_timeout_s=60.0, retry_interval_s=0.01)
 IMPATIENT = replace(LIMITS, rejoin_timeout_s=0.1)
@@ -149,6 +156,11 @@ async def test_a_launched_server_is_given_up_after_its_restarts_whether_they_sta
     events = await fleet.watched()
     assert events.count("started") == LIMITS.max_restarts
     assert events[-1] == "given up: server: no memory, after 2 restarts in a row (max_restarts)"
+
+
+async def test_a_launched_server_whose_process_cannot_be_ended_is_given_up_alone() -> None:
+    fleet = Fleet(is_ours=True, starts=(ServiceError("server", "process 7 did not end"),))
+    assert (await fleet.watched())[-1] == "given up: process 7 did not end"
 
 
 @pytest.mark.parametrize(("updates_between", "n_started"), [(0, LIMITS.max_restarts), (1, 6)])

@@ -1,5 +1,6 @@
 """`rollmill plot`: the curves of a run, and a picture of those that exist."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,9 @@ import pytest
 
 from rollmill.tasks.look.tables.curves import Curves, list_charts, read_curves
 from rollmill.tasks.look.terminal.plot import draw
+from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.manifest import read_manifest, write_manifest
 
 Command = Callable[..., str]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -33,6 +36,14 @@ def test_curves_are_those_of_the_data_sets(small_run: RunFolder) -> None:
         (1, "ScoreTimeoutError", 1.0),
     ]
     assert curves.spans.select(pl.exclude("step").round(6)).unique().rows() == [(2.0, 0.5, 0.1, 0.3, 0.1)]
+
+
+def test_a_collected_run_has_no_staleness(small_run: RunFolder, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "collected")
+    shutil.copytree(small_run.local, folder.local)
+    whole = read_manifest(folder)
+    write_manifest(open_files(folder), replace(whole, trains=False), whole)
+    assert read_curves(folder).staleness.is_empty()
 
 
 def test_staleness_that_is_always_zero_gives_its_place_to_the_gradient_norm(small_run: RunFolder) -> None:

@@ -52,6 +52,8 @@ async def test_errors_are_answers_and_nothing_is_written(
         unknown = await client.call_tool("inspect_run", {"run": "nowhere"})
         assert unknown.is_error
         assert "there is no run in this folder" in str(unknown.content)
+        nothing = await client.call_tool("query", {"runs": [], "sql": "select 1"})
+        assert "name at least one run" in str(nothing.content)
         costs = await client.call_tool("inspect_run", {"run": small_run.location, "rows": "costs"})
         assert costs.is_error
         assert "it has no stored spans" in str(costs.content)

@@ -113,6 +113,12 @@ def test_groups_are_filtered_by_their_outcome(source: RunData) -> None:
         source.groups(Query.of("?status=lost").selection(), 0, 10)
 
 
+@pytest.mark.parametrize("group", [":5", "3:7", "5:", "2.5"])
+def test_the_filter_of_a_group_takes_one_number(group: str) -> None:
+    with pytest.raises(ConfigError, match="give the number of one group"):
+        Query({"group": group}).selection()
+
+
 def test_a_wrong_address_is_answered_with_what_is_wrong(source: RunData) -> None:
     assert "near it are" in show(source, "/trajectory/5.9")
     assert "the run has no such group" in show(source, "/trajectory/99.0")

@@ -117,6 +117,19 @@ async def test_a_fork_that_was_killed_is_finished_by_the_same_command_and_by_no_
     assert sorted(read(target, "rollouts")["step"].to_pylist()) == [0, 1]
 
 
+async def test_a_fork_that_is_repeated_has_the_epoch_of_a_source_that_was_opened_since(
+    tmp_path: Path, rows: RowMaker
+) -> None:
+    source, target = RunFolder(tmp_path / "source"), RunFolder(tmp_path / "target")
+    (await train_run(source, rows)).close()
+    fork_run(source, 2, target, CONFIG, CONFIG_OF, {})
+    write_manifest_of_a_killed_one(target)
+    before = read_manifest(source)
+    write_manifest(open_files(source), replace(before, epoch=before.epoch + 3), before)
+    fork_run(source, 2, target, CONFIG, CONFIG_OF, {})
+    assert read_manifest(target).epoch == before.epoch + 3
+
+
 def write_manifest_of_a_killed_one(target: RunFolder) -> None:
     whole = read_manifest(target)
     write_manifest(open_files(target), replace(whole, status="forking"), whole)

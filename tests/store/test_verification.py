@@ -745,6 +745,19 @@ async def test_a_changed_file_of_a_checkpoint_is_found(
     assert findings(folder) == [f"/checkpoints/version=000002/{FILE}: {what}"]
 
 
+async def test_a_checkpoint_that_the_run_removes_meanwhile_is_no_finding(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = await story.write()
+
+    def remove(*_: object) -> Iterator[tuple[str, str]]:
+        shutil.rmtree(folder.checkpoint(STEPS))
+        yield f"checkpoints/version=000002/{FILE}", "it is missing"
+
+    monkeypatch.setattr("rollmill.tasks.store.verify.run_verification.find_wrong_files", remove)
+    assert findings(folder) == []
+
+
 @pytest.mark.parametrize(
     ("old", "new", "what"),
     [

@@ -9,6 +9,7 @@ import polars as pl
 from rollmill.tasks.look.tables.run_tables import read_held_out, read_held_out_by_env
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import Scan, scan
+from rollmill.tasks.store.run.manifest import read_manifest
 
 SPANS = ("collect", "train", "evaluate", "sync")
 REST = "rest"
@@ -54,9 +55,9 @@ def read_curves(folder: RunFolder, scan: Scan = scan) -> Curves:
     )
     metrics = _metrics(folder, scan)
     behind = pl.col("step") - pl.col("policy_version_first")
-    # Nothing was sampled in a rollout without a version (-1), so it has no staleness.
+    # Nothing was sampled in a rollout without a version (-1), and nothing is trained in a collected run: they have no staleness.
     sampled = scan(folder, "rollouts", ["step", "policy_version_first"]).filter(
-        pl.col("policy_version_first") >= 0
+        (pl.col("policy_version_first") >= 0) & pl.lit(read_manifest(folder).trains)
     )
     cause = pl.col("name").str.strip_prefix(_CAUSE).alias("cause")
     drops = metrics.filter(pl.col("name").str.starts_with(_CAUSE))

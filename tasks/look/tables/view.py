@@ -88,9 +88,9 @@ class View:
         shown = self._fitting(width)
         left_out = [column.heading for column in self.columns if column.name not in shown and self.rows]
         notes = [*self.notes, *([f"not shown here: {', '.join(left_out)}"] if left_out else [])]
-        title = [Text(self.title, style="bold")] if self.title else []
+        title = [Text(escape_controls(self.title), style="bold")] if self.title else []
         table = [self._table(shown)] if self.rows else []
-        return Group(*title, *table, *(Text(note, style="italic dim") for note in notes))
+        return Group(*title, *table, *(Text(escape_controls(note), style="italic dim") for note in notes))
 
     def _table(self, shown: Mapping[str, int]) -> Table:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)

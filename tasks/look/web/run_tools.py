@@ -10,7 +10,7 @@ from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import ToolAnnotations
 
-from rollmill.tasks.errors import RollmillError, mask_credentials
+from rollmill.tasks.errors import ConfigError, RollmillError, mask_credentials
 from rollmill.tasks.look.ledger.run_ledger import read_ledger
 from rollmill.tasks.look.tables.cost_view import select_costs_view
 from rollmill.tasks.look.tables.ledger_tables import ledger_values
@@ -90,6 +90,8 @@ class RunTools:
         n_completion_tokens, messages, ...), costs, and the data sets rollouts, scores, groups, batches, evaluations, metrics, spans.
         Example: select step, avg(reward) from trajectories group by step order by step
         """
+        if not runs:
+            raise ConfigError("runs", runs, "name at least one run; list_runs lists them")
         found = RunFrames([self._find(run) for run in runs]).sql(sql, reads_files=False)
         return _plain({"n": len(found), "rows": found.head(max(1, min(limit, MAX_ROWS))).to_dicts()})
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, quote, urlencode
 
+from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.selection import Interval, Selection, parse_names
 
 HOME, RUNS, GROUPS, TRAJECTORIES, HELD_OUT = "/", "/runs", "/groups", "/trajectories", "/held-out"
@@ -39,6 +40,8 @@ class Query:
     def selection(self, *, evaluations: bool = False) -> Selection:
         """Return the selection that the parameters describe; raises ConfigError for what is no valid number, range or list."""
         group = Interval.parse("group", self["group"]) if self["group"] else None
+        if group and not (group.is_single and group.low.is_integer()):
+            raise ConfigError("group", self["group"], "give the number of one group, such as 784")
         return Selection(
             steps=Interval.parse("step", self["step"]) if self["step"] else None,
             group=int(group.low) if group else None,

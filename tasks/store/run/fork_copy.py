@@ -104,7 +104,8 @@ def _target_manifest(
         if [(each.run, each.step) for each in found.origins[-1:]] != [(last.run, last.step)]:
             remedy = f"{target.location} is another run, not a fork of {source.location} at step {step}"
             raise ConfigError("--name", target.name, f"{remedy}; give another name")
-        return found
+        # The source may have been opened since, and shards of that epoch are copied too.
+        return replace(found, epoch=max(found.epoch, origin.epoch))
     before = (replace(each, step=min(each.step, step)) for each in origin.origins)
     # The epoch stays: copied shards keep their names, and those of the new run must come after them.
     return replace(

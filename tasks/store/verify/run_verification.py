@@ -28,6 +28,7 @@ from rollmill.tasks.store.reader import list_steps, read
 from rollmill.tasks.store.rows import name_first
 from rollmill.tasks.store.run.lock import is_written_to
 from rollmill.tasks.store.run.manifest import describe_misplaced
+from rollmill.tasks.store.run.resume import list_complete_checkpoints
 from rollmill.tasks.store.schema_versions import check_version, stored_schema
 from rollmill.tasks.store.shards.integrity import open_shard
 from rollmill.tasks.store.shards.inventory import (
@@ -282,6 +283,13 @@ def find_wrong_checkpoint(version: VersionView) -> Iterator[Finding]:
     """Find a checkpoint with a changed or missing file, or one that applied another batch than is stored."""
     if version.version not in version.run.checkpoints:
         return
+    found = list(_compare_checkpoint(version))
+    # A run that goes on removes old checkpoints meanwhile, their markers first.
+    if found and version.version in list_complete_checkpoints(version.run.folder):
+        yield from found
+
+
+def _compare_checkpoint(version: VersionView) -> Iterator[Finding]:
     folder, place = version.run.folder, checkpoint_key(version.version)
     marker_path = folder.path(f"{place}/{CHECKPOINT_MARKER}")
     try:
