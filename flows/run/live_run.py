@@ -306,7 +306,7 @@ async def open_run(
         )
         if not adds:
             own = environments[0].scoring
-            await asyncio.to_thread(store.keep_scorer, own.key, own.description)
+            await asyncio.to_thread(store.keep_scorer, own.key, own.description, is_own=True)
         remote, is_remote = None, config.executor.kind == "ray" and not adds
         admission = Admission(count_slots(config) if is_remote else rollout.max_in_flight)
         if is_remote:

@@ -43,7 +43,9 @@ def test_a_collected_run_has_no_staleness(small_run: RunFolder, tmp_path: Path) 
     shutil.copytree(small_run.local, folder.local)
     whole = read_manifest(folder)
     write_manifest(open_files(folder), replace(whole, trains=False), whole)
-    assert read_curves(folder).staleness.is_empty()
+    curves = read_curves(folder)
+    assert curves.staleness.is_empty()
+    assert list_charts(replace(curves, training=curves.training.clear()))
 
 
 def test_staleness_that_is_always_zero_gives_its_place_to_the_gradient_norm(small_run: RunFolder) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -22,12 +23,14 @@ import pytest
 import rollmill as api
 from rollmill.tasks.errors import ConfigError, SchemaError
 from rollmill.tasks.look.tables.run_frames import VIEWS, RunFrames
+from rollmill.tasks.look.tables.scores import resolve_scorer
 from rollmill.tasks.look.tables.trajectory_record import find_trajectory
 from rollmill.tasks.store.attempts import last_attempts
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import RunFolder, partition_folder
 from rollmill.tasks.store.logprob_rows import make_logprob_rows
 from rollmill.tasks.store.reader import read, scan
+from rollmill.tasks.store.run.manifest import read_manifest, write_manifest
 from rollmill.tasks.store.run.run_search import distinct_runs
 from rollmill.tasks.store.shards.shard import write_shard
 from rollmill.tasks.store.shards.shard_names import ShardName
@@ -392,3 +395,17 @@ def test_the_python_of_the_page_runs(small_run: RunFolder) -> None:
     exec(source.replace("runs/quickstart", small_run.location), names)
     assert len(names["entropy"]) == 6
     assert names["table"]["step"].to_list() == [0, 1, 2]
+
+
+def test_a_run_without_batches_has_the_rewards_of_its_own_scorer(
+    small_run: RunFolder, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "collected")
+    shutil.copytree(small_run.local, folder.local)
+    shutil.rmtree(folder.local / "batches")
+    scores = folder.local / "scores"
+    shutil.copytree(scores / "scorer=addition@1", scores / "scorer=addition@2")
+    assert resolve_scorer(folder) == "addition@2"
+    whole = read_manifest(folder)
+    write_manifest(open_files(folder), replace(whole, scorer="addition@1"), whole)
+    assert resolve_scorer(folder) == "addition@1"

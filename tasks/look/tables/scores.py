@@ -39,13 +39,16 @@ def resolve_scorer(folder: RunFolder, asked: str = "") -> str | None:
 
 
 def _find_trained_scorer(folder: RunFolder) -> str:
-    """Return the scorer of the newest batch with rows; without a batch its name from the settings, without version."""
+    """Return the scorer of the newest batch with rows; without a batch the recorded one, or its name from the settings."""
     for step in reversed(list_steps(folder, "batches")):
         batch = read(folder, "batches", ["scorer"], step=step)
         if batch.num_rows:
             return str(batch["scorer"][0].as_py())
+    manifest = read_manifest(folder)
+    if manifest.scorer:
+        return manifest.scorer
     # A scorer that is given by its import path, package.module:name, is stored with dots.
-    scorer = read_manifest(folder).config.get("score", {}).get("scorer", "")
+    scorer = manifest.config.get("score", {}).get("scorer", "")
     return str(scorer.get("name", "") if isinstance(scorer, dict) else scorer).replace(":", ".")
 
 

@@ -66,6 +66,7 @@ class Manifest:
         earlier_settings: settings of training that changed, as earlier steps were trained under them, oldest first; later steps
             have those of `config`.
         scorers: what a scorer's version with a digest is a digest of, by NAME@VERSION: the scorers with their arguments.
+        scorer: NAME@VERSION of the run's own scorer, as it was when the folder was last opened for sampling; empty: not recorded.
     """
 
     run: str
@@ -82,6 +83,7 @@ class Manifest:
     trains: bool = True
     earlier_settings: tuple[EarlierSettings, ...] = ()
     scorers: dict[str, str] = field(default_factory=dict)
+    scorer: str = ""
 
     @property
     def first_step(self) -> int:

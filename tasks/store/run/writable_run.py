@@ -145,10 +145,16 @@ class OpenRun:
         if not self.manifest.sources:
             self._replace(replace(self.manifest, sources=sources))
 
-    def keep_scorer(self, key: str, description: str) -> None:
-        """Record in run.json what the version of a scorer, NAME@VERSION, is a digest of; empty: of nothing."""
-        if description and self.manifest.scorers.get(key) != description:
-            self._replace(replace(self.manifest, scorers={**self.manifest.scorers, key: description}))
+    def keep_scorer(self, key: str, description: str, *, is_own: bool = False) -> None:
+        """Record in run.json what the version of a scorer, NAME@VERSION, is a digest of (empty: of nothing), and if it is the run's own."""
+        described = {key: description} if description else {}
+        kept = replace(
+            self.manifest,
+            scorers={**self.manifest.scorers, **described},
+            scorer=key if is_own else self.manifest.scorer,
+        )
+        if kept != self.manifest:
+            self._replace(kept)
 
     def finish(self) -> None:
         """Set the run's status in run.json to finished, since all its steps are done."""
