@@ -409,3 +409,15 @@ def test_a_run_without_batches_has_the_rewards_of_its_own_scorer(
     whole = read_manifest(folder)
     write_manifest(open_files(folder), replace(whole, scorer="addition@1"), whole)
     assert resolve_scorer(folder) == "addition@1"
+
+
+def test_groups_of_a_collected_run_are_no_version_behind(small_run: RunFolder, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "runs' copy")
+    shutil.copytree(small_run.local, folder.local)
+    whole = read_manifest(folder)
+    write_manifest(open_files(folder), replace(whole, trains=False), whole)
+    frames = RunFrames([small_run, folder])
+    behind = frames.list_groups().group_by("location").agg(pl.col("versions_behind").max())
+    assert dict(behind.iter_rows()) == {small_run.location: 1, folder.location: 0}
+    assert frames.find_groups("where", "versions_behind = 1")
+    assert not RunFrames([folder]).find_groups("where", "versions_behind = 1")

@@ -23,6 +23,7 @@ from rollmill.tasks.look.tables.sql_query import (
 from rollmill.tasks.look.tables.view import Column, View, count_noun, limit_notes
 from rollmill.tasks.store.folders import PartitionValue, RunFolder
 from rollmill.tasks.store.reader import list_scorers, list_steps
+from rollmill.tasks.store.run.manifest import read_manifest
 from rollmill.tasks.store.run.run_search import distinct_runs
 from rollmill.tasks.store.schemas import SCHEMAS
 
@@ -44,8 +45,6 @@ GROUP_COLUMNS: Mapping[str, str] = {
 }
 """Columns of a group, besides run, step and group, with the aggregate of its trajectories that each is."""
 _KEYS = 'location, run, step, "group"'
-_GROUP_VALUES = ", ".join(f"{each} as {name}" for name, each in GROUP_COLUMNS.items())
-_GROUPS = f"select {_KEYS}, {_GROUP_VALUES} from {TRAJECTORIES} group by {_KEYS}"
 # A missing reward is stored as NaN, which SQL sorts above every number.
 _HELD_OUT = "(select * replace (case when not isnan(reward) then reward end as reward) from evaluations)"
 # True if the version that sampled each scored trajectory is known: then its log-probabilities are.
@@ -138,7 +137,7 @@ class RunFrames:
 
         `is_sampled` is False if a scored trajectory of the group was imported.
         """
-        query = f"select {_KEYS}, {_GROUP_VALUES}, {_IS_SAMPLED} from {TRAJECTORIES} group by {_KEYS} order by all"
+        query = f"{self._select_groups(_IS_SAMPLED)} order by all"
         return self._run("QUERY", query, query, reads_files=False)
 
     def find_groups(self, field: str, condition: str) -> dict[int, set[int]]:
@@ -150,7 +149,7 @@ class RunFrames:
             ConfigError: it is no condition on these columns, or calls a function whose value changes from query to query.
         """
         refuse_changing(field, condition)
-        query = f'select step, "group" from ({_GROUPS}) where ({condition}\n)'
+        query = f'select step, "group" from ({self._select_groups()}) where ({condition}\n)'
         found: dict[int, set[int]] = {}
         for step, group in self._run(field, condition, query, reads_files=False).iter_rows():
             found.setdefault(step, set()).add(group)
@@ -187,7 +186,7 @@ class RunFrames:
         Arguments and errors are those of `find_groups`. Groups with equal keys are in the order of location, step and group.
         """
         refuse_changing(field, keys, ORDER_EXAMPLE)
-        query = f'select location, step, "group" from ({_GROUPS}) order by {keys}\n, location, step, "group"'
+        query = f'select location, step, "group" from ({self._select_groups()}) order by {keys}\n, location, step, "group"'
         rows = self._run(field, keys, query, reads_files=False).iter_rows()
         return {(location, step, group): place for place, (location, step, group) in enumerate(rows)}
 
@@ -200,7 +199,7 @@ class RunFrames:
             ConfigError: also for a number that is negative, infinite or missing.
         """
         refuse_changing(field, weight, WEIGHT_EXAMPLE)
-        query = f'select location, step, "group", ({weight}\n)::double from ({_GROUPS}) order by all'
+        query = f'select location, step, "group", ({weight}\n)::double from ({self._select_groups()}) order by all'
         found: dict[tuple[str, int, int], float] = {}
         rows = self._run(field, weight, query, reads_files=False)
         if rows.width != 4:
@@ -209,6 +208,17 @@ class RunFrames:
             of = f"group {group} of step {step} of {location}"
             found[location, step, group] = check_weight(field, weight, value, of)
         return found
+
+    def _select_groups(self, *more: str) -> str:
+        """Return the query for the groups of `trajectories`, with the columns of GROUP_COLUMNS and more."""
+        values = dict(GROUP_COLUMNS)
+        collected = [folder.location for folder in self.folders if not read_manifest(folder).trains]
+        if collected:
+            # Steps of a run that trains nothing are no policy versions.
+            names = ", ".join("'{}'".format(each.replace("'", "''")) for each in collected)
+            values["versions_behind"] = f"({values['versions_behind']}) * (location not in ({names}))::int"
+        columns = ", ".join([_KEYS, *(f"{each} as {name}" for name, each in values.items()), *more])
+        return f"select {columns} from {TRAJECTORIES} group by {_KEYS}"
 
     def sql(self, query: str, *, reads_files: bool = True) -> pl.DataFrame:
         """Run a query of DuckDB over the views `trajectories` and one for each data set but `states`.

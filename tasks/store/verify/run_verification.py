@@ -284,7 +284,7 @@ def find_wrong_checkpoint(version: VersionView) -> Iterator[Finding]:
     if version.version not in version.run.checkpoints:
         return
     found = list(_compare_checkpoint(version))
-    # A run that goes on removes old checkpoints meanwhile, their markers first.
+    # A process that trains removes old checkpoints meanwhile, their markers first.
     if found and version.version in list_complete_checkpoints(version.run.folder):
         yield from found
 
