@@ -397,7 +397,7 @@ def test_the_python_of_the_page_runs(small_run: RunFolder) -> None:
     assert names["table"]["step"].to_list() == [0, 1, 2]
 
 
-def test_a_run_without_batches_has_the_rewards_of_its_own_scorer(
+def test_a_run_without_batches_has_the_rewards_of_the_recorded_scorer(
     small_run: RunFolder, tmp_path: Path
 ) -> None:
     folder = RunFolder(tmp_path / "collected")
