@@ -96,6 +96,13 @@ async def test_splits_come_from_a_column_or_another_file(tmp_path: Path) -> None
     pl.DataFrame(ROWS[:7]).write_parquet(tmp_path / "other.parquet")
     by_file = prompts(tmp_path / "rows.jsonl", held_out_path=str(tmp_path / "other.parquet"))
     assert (by_file.size("train"), by_file.size("held_out")) == (200, 7)
+    by_both = prompts(
+        tmp_path / "rows.jsonl",
+        held_out_path=str(tmp_path / "other.parquet"),
+        split_column="level",
+        train_split="0",
+    )
+    assert (by_both.size("train"), by_both.size("held_out")) == (67, 7)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +115,16 @@ async def test_splits_come_from_a_column_or_another_file(tmp_path: Path) -> None
         ([ROWS[0]], {"answer_pattern": "(x)"}, "nothing in the 'answer' of row 0"),
         ([ROWS[0]], {"answer_pattern": "(x"}, "not a regular expression"),
         ([ROWS[0]], {"split_column": "level", "train_split": "easy"}, "'level' of .* contains '0'"),
+        (
+            [ROWS[0]],
+            {"columns": ["problem"]},
+            "'problem' would replace the problem, which is read from 'question'",
+        ),
+        (
+            [ROWS[0]],
+            {"answer_column": "level", "columns": ["answer"]},
+            "'answer' would replace the answer, which is read from 'level'",
+        ),
         ([ROWS[0]], {"path": "nowhere.jsonl"}, "there is no such file"),
         ([ROWS[0]], {"path": ""}, "give the file"),
         ([ROWS[0]], {"path": "name/of-one"}, "format=huggingface"),

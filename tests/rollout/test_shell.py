@@ -12,7 +12,7 @@ from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.processes.supervisor import descendants
 from rollmill.tasks.rollout.config import PromptsConfig, RolloutConfig
 from rollmill.tasks.rollout.environment import Episode, Message, make_environment
-from rollmill.tasks.rollout.environments.shell import SHOWN_CHARACTERS, describe
+from rollmill.tasks.rollout.environments.shell import SHOWN_CHARACTERS, ShellEpisode, describe
 from rollmill.tasks.sandbox.config import SandboxConfig
 from rollmill.tasks.sandbox.finished import Finished
 
@@ -88,6 +88,27 @@ async def test_a_check_that_blocks_ends_before_the_limit_of_a_command(
 @pytest.mark.sandbox
 async def test_an_episode_without_a_call_is_graded_too() -> None:
     assert (await (await begin("files-3")).close())["reward"] == 0.0
+
+
+@pytest.mark.sandbox
+async def test_a_task_is_set_up_before_an_answer_without_a_call_is_graded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollmill.tasks.rollout.environments.shell.CHECK_S", 1.0)
+    task = {"problem": "do nothing", "setup": "sleep 1.5", "check": "sleep 0.3"}
+    episode = ShellEpisode(task, CONFIG)
+    assert await say(episode, "done") == []
+    async with asyncio.timeout(1.4):
+        assert (await episode.close())["reward"] == 1.0
+    # Of an answer that was cut off, `reply` is not called; its check has the whole time, too.
+    assert (await ShellEpisode(task, CONFIG).close())["reward"] == 1.0
+
+
+@pytest.mark.sandbox
+async def test_files_that_only_other_rows_have_are_not_compared() -> None:
+    episode = ShellEpisode({"problem": "write", "files": {"x": "1\n", "y": None}}, CONFIG)
+    await say(episode, call("echo 1 > x"))
+    assert (await episode.close())["reward"] == 1.0
 
 
 @pytest.mark.sandbox

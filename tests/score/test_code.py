@@ -45,6 +45,20 @@ def score(program: str, config: ScoreConfig = CONFIG, **example: object) -> Rewa
             "def f(x): raise ValueError('no')",
             "try:\n    f(1)\nexcept ValueError as e:\n    assert str(e) == 'no'",
         ),
+        # Python's own exceptions arrive with their arguments.
+        ("def f(x): return {}[x]", "try:\n    f('a')\nexcept KeyError as e:\n    assert e.args == ('a',)"),
+        (
+            "def f(x): return x.decode()",
+            "try:\n    f(b'\\xff')\nexcept UnicodeDecodeError as e:\n    assert e.start == 0",
+        ),
+        ("def f(): open('no')", "try:\n    f()\nexcept FileNotFoundError as e:\n    assert e.errno == 2"),
+        ("def f(): raise ExceptionGroup('g', [OSError()])", "try:\n    f()\nexcept Exception:\n    pass"),
+        ("def f(*, xs): xs.append(1)", "x = []\nf(xs=x)\nassert x == [1]"),
+        ("def f(g): return g(1, x=2)", "assert f(lambda y, x: (y, x)) == (1, 2)"),
+        (
+            "def f(g):\n    try:\n        g()\n    except KeyError as e:\n        return e.args",
+            "def g(): return {}[3]\nassert f(g) == (3,)",
+        ),
         (
             "class Stack:\n    def __init__(self): self.all = []\n    def push(self, x): self.all.append(x)\n"
             "    def __len__(self): return len(self.all)\n    def __getitem__(self, i): return self.all[i]",
@@ -195,7 +209,8 @@ def test_an_answer_that_the_program_sends_by_itself_replaces_no_name_of_python()
     program = """\
 import json, os, struct
 def send(value):
-    body = json.dumps(["answer", ["returned", value, ["tuple", []]]]).encode()
+    changed = ["tuple", [["tuple", []], ["dict", []]]]
+    body = json.dumps(["answer", ["returned", value, changed]]).encode()
     for i in range(3, 64):
         try: os.write(i, struct.pack(">I", len(body)) + body)
         except OSError: pass
@@ -296,6 +311,7 @@ def test_the_last_closed_block_is_the_program() -> None:
     assert find_program("```\na\n```\n ```py title\nb\nc\n```  \nthen ```not one``` ") == "b\nc\n"
     assert find_program("```python\na\n```\n```python\nnot closed") == "a\n"
     assert find_program("`a` and ```b```") is None
+    assert find_program("```python\r\na\r\n```\r\n") == "a\n"
 
 
 @pytest.mark.parametrize(

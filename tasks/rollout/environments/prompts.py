@@ -125,8 +125,9 @@ def read_problems(config: PromptsConfig) -> Mapping[Split, Problems]:
     frame = _read_prompts(config, config.path, config.train_split)
     if held_out_path := _find_held_out_path(config):
         held_out = _read_prompts(config, held_out_path, config.held_out_split or config.train_split)
+        is_train = _split_by_column(config, frame)[0] if config.split_column else np.ones(len(frame), bool)
         return {
-            "train": Problems(frame, np.arange(len(frame)), config.path),
+            "train": Problems(frame, np.flatnonzero(is_train), config.path),
             "held_out": Problems(held_out, np.arange(len(held_out)), held_out_path),
         }
     if config.split_column:
@@ -155,6 +156,10 @@ def _find_held_out_path(config: PromptsConfig) -> str:
 
 
 def _read_prompts(config: PromptsConfig, path: str, split: str) -> pl.DataFrame:
+    for name, column in (("problem", config.prompt_column), ("answer", config.answer_column)):
+        if column and name in config.columns and name != column:
+            remedy = f"the column {name!r} would replace the {name}, which is read from {column!r}; rename it"
+            raise ConfigError("rollout.prompts.columns", list(config.columns), remedy)
     named = [config.prompt_column, config.answer_column, config.split_column, *config.columns]
     frame = read_rows(config, path, split, [name for name in named if name])
     for name in filter(None, (config.prompt_column, config.answer_column)):

@@ -79,7 +79,7 @@ class Shell:
 
 
 class ShellEpisode:
-    """An episode with a sandbox, which starts at the first command."""
+    """An episode with a sandbox, which starts at the first command, or at an answer without one."""
 
     def __init__(self, task: Mapping[str, object], config: RolloutConfig) -> None:
         self._task, self._config = task, config
@@ -98,11 +98,15 @@ class ShellEpisode:
         async def shell(command: str) -> str:
             return await self._call(command, deadline)
 
+        calls = tool_calls(messages[-1].content)
+        if not calls:
+            # The check needs the task to be set up, for which `close` may have too little time.
+            await self._open()
         return [
             Message("tool", await run_tool(shell, call), name=call.name)
             if call.name == TOOL
             else Message("tool", f"error: there is no tool {call.name!r}, only {TOOL}", name=TOOL)
-            for call in tool_calls(messages[-1].content)
+            for call in calls
         ]
 
     async def close(self) -> Mapping[str, object]:
@@ -143,17 +147,20 @@ class ShellEpisode:
         """Return True if the task's check succeeds and all its files have their content, within CHECK_S seconds."""
         if self._stopped:
             return False
+        sandbox, check, files = await self._open(), self._task.get("check"), self._task.get("files")
         deadline = time.monotonic() + CHECK_S
 
         async def run(*command: str) -> Finished:
             # What the policy left may block, such as a named pipe in place of a file.
             return await sandbox.run(command, b"", max(0.1, deadline - time.monotonic()))
 
-        sandbox, check, files = await self._open(), self._task.get("check"), self._task.get("files")
         if check and not (await run(*SHELL, str(check))).has_succeeded:
             return False
         expected = json.loads(files) if isinstance(files, str) else files
         for path, content in (expected if isinstance(expected, Mapping) else {}).items():
+            if content is None:
+                # Typed columns have nulls for the files of other rows.
+                continue
             done = await run("cat", "--", path)
             if not done.has_succeeded or done.stdout != str(content).encode():
                 return False

@@ -18,7 +18,8 @@ import socket
 import struct
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 LENGTH = struct.Struct(">I")
@@ -213,8 +214,11 @@ class JudgedProgram:
             status, value, changed = answer
             decoded = self._peer.decode(value)
             error = _make_error(*decoded) if status == "raised" else None
-            for given, now in zip(values, self._peer.decode(changed), strict=False):
+            changed_values, changed_named = self._peer.decode(changed)
+            for given, now in zip(values, changed_values, strict=False):
                 _update(given, now)
+            for name, given in named.items():
+                _update(given, changed_named.get(name))
         except Exception as wrong:
             raise ProgramEndedError from wrong
         if error is not None:
@@ -223,22 +227,31 @@ class JudgedProgram:
 
     def _call_back(self, request: Any) -> object:
         """Call a function of the test that the program was given; nothing else of the judge can be reached."""
-        number, arguments = request
+        number, arguments, named = request
         function = self._peer.objects[number]
         if not isinstance(function, types.FunctionType | types.BuiltinFunctionType | type):
-            return ["raised", ["TypeError", "not a function"]]
+            return ["raised", self._peer.encode(_describe(TypeError("not a function")))]
         try:
-            return ["returned", self._peer.encode(function(*self._peer.decode(arguments)))]
+            value = function(*self._peer.decode(arguments), **self._peer.decode(named))
+            return ["returned", self._peer.encode(value)]
         except Exception as error:  # noqa: BLE001 - the program sees it
-            return ["raised", [type(error).__name__, str(error)]]
+            return ["raised", self._peer.encode(_describe(error))]
 
 
-def _make_error(kind: str, text: str) -> Exception:
-    """Return the exception that the program raised: Python's own, or a ProgramError."""
+def _describe(error: Exception) -> tuple[str, tuple[object, ...], str]:
+    """Return the arguments of `_make_error` that make an exception again."""
+    return type(error).__name__, error.args, str(error)
+
+
+def _make_error(kind: str, arguments: Sequence[object], text: str) -> Exception:
+    """Return the exception that the other process raised: Python's own with its arguments, or a ProgramError with its text."""
     found = getattr(builtins, kind, None)
     if isinstance(found, type) and issubclass(found, Exception):
-        made: Exception = found(text)
-        return made
+        # An exception that the program has made in its own way may not take its arguments again, and what it is derived from does.
+        for each in found.__mro__:
+            with suppress(Exception):
+                made: Exception = each(*arguments)
+                return made
     return ProgramError(f"{kind}: {text}")
 
 
@@ -259,10 +272,10 @@ def serve_program(connection: socket.socket) -> None:
     """Be the program's process: run the program, and answer what tests ask of it."""
 
     def wrap(number: int) -> object:
-        def call(*arguments: object) -> Any:
-            status, value = peer.ask([number, peer.encode(list(arguments))])
+        def call(*arguments: object, **named: object) -> Any:
+            status, value = peer.ask([number, peer.encode(list(arguments)), peer.encode(named)])
             if status == "raised":
-                raise _make_error(*value)
+                raise _make_error(*peer.decode(value))
             return peer.decode(value)
 
         return call
@@ -273,9 +286,10 @@ def serve_program(connection: socket.socket) -> None:
         try:
             value = _answer(what, values, named)
             # Lists that the program changes in place go back with the answer.
-            return ["returned", peer.encode(value), peer.encode(values if what == "call" else ())]
+            changed = (values, named) if what == "call" else ((), {})
+            return ["returned", peer.encode(value), peer.encode(changed)]
         except Exception as error:  # noqa: BLE001 - the test sees it
-            return ["raised", peer.encode((type(error).__name__, str(error))), peer.encode(())]
+            return ["raised", peer.encode(_describe(error)), peer.encode(((), {}))]
 
     peer = Peer(connection, wrap, serve)
     while True:

@@ -110,7 +110,7 @@ def find_program(answer: str) -> str | None:
     """
     found: str | None = None
     inside: list[str] | None = None
-    for line in answer.split("\n"):
+    for line in answer.replace("\r\n", "\n").split("\n"):
         if inside is None:
             inside = [] if _OPENING.fullmatch(line) else None
         elif _CLOSING.fullmatch(line):
