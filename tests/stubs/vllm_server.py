@@ -49,7 +49,7 @@ class StubVllmServer:
         rollout_s: seconds of one completion.
         asked: every completion that it was asked for, in order.
         most: how many of those it answers for now, and holds the others back; None: all.
-        events: what it was asked that its sleep concerns, in order: sleep, a tag that it wakes, update, version.
+        events: what it was asked that its sleep concerns, in order: sleep, a tag that it wakes, update, version, score.
         answers: texts that it answers with, one of them for each seed.
         closing: what it answers to a prompt that has the seed's answer already; empty: the same again.
         scored: every prompt that it was asked for log-probabilities of, as token ids, in order.
@@ -123,6 +123,7 @@ class StubVllmServer:
 
     async def _score(self, token_ids: Sequence[int]) -> dict[str, Any]:
         """The log-probabilities of a prompt, once its turn has come."""
+        self.events.append("score")
         self.scored.append(token_ids)
         number = len(self.scored)
         while self.most_scored is not None and number > self.most_scored:  # noqa: ASYNC110 - set by another thread
