@@ -130,8 +130,9 @@ def retrain_here(config: RunConfig, name: str, *, again: bool) -> None:
 
     if not again:
         check_sources(run_folder(name, config))
-    find_source_steps(config)
+    # First, since it refuses missing sources.
     check_offline(config)
+    find_source_steps(config)
     check_source_sampling(config, config.retrain.sources)
     check_tokenizers(config, config.retrain.sources)
     # Both would write to the folder that they read.

@@ -222,7 +222,8 @@ class AbComparison:
         values = self._values(self._score_configs[key][0], algorithm)
         # Each arm is evaluated once, at its end, by the scorer that it trains on; the others rescore that evaluation.
         evaluate = values.get("evaluate", {}) | {"every": 0, "scorer": ""}
-        retrain = {"sources": [self.folder.absolute], "scores": key, "where": self.where}
+        chosen = {"where": self.where} if self.where else {}
+        retrain = values.get("retrain", {}) | {"sources": [self.folder.absolute], "scores": key} | chosen
         config = validate({**values, "evaluate": evaluate, "retrain": retrain})
         parts = [
             self.name or self.folder.name,
@@ -237,6 +238,8 @@ class AbComparison:
         """Return the settings of the run with those of an algorithm, with a scorer, and then with the overrides."""
         values = read_manifest(self.folder).config | {"retrain": {}}
         values["store"] = values.get("store", {}) | {"root": store_root(self.folder)}
+        # An attached server of the run has no policy of an arm.
+        values["serve"] = values.get("serve", {}) | {"urls": []}
         if algorithm:
             if not are_algorithms(algorithm):
                 raise ConfigError("--algorithm", algorithm, "give a name in conf/algorithms")

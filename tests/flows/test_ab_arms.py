@@ -233,3 +233,16 @@ async def test_a_scorer_that_declares_whether_it_keeps_state_is_not_tried(
     monkeypatch.setattr(digit_scorer.DigitScorer, "keeps_state", True)
     with pytest.raises(ConfigError, match="it declares keeps_state = True"):
         await check_scorer_state(compare("digit_scorer:DigitScorer"), "digits@1")
+
+
+def test_arms_have_no_attached_server_of_the_run_and_keep_how_groups_are_drawn(
+    source: RunFolder, compare: Compare
+) -> None:
+    stored = read_manifest(source)
+    serve = stored.config.get("serve", {}) | {"urls": ["http://localhost:1"]}
+    write_manifest(open_files(source), replace(stored, config={**stored.config, "serve": serve}), stored)
+    overrides = ("retrain.weight=reward_std", "retrain.where=step < 3")
+    for arm in compare("digit_scorer:DigitScorer", overrides=overrides).arms:
+        assert arm.config.serve.urls == ()
+        assert (arm.config.retrain.weight, arm.config.retrain.where) == ("reward_std", "step < 3")
+        assert arm.config.retrain.sources == (source.absolute,)
