@@ -101,7 +101,7 @@ class Checkpointing:
             raise
         except StoreError as error:
             get_run_logger().warning(
-                "an old checkpoint stays for now; the next one's removal includes it: %s", error
+                "an old checkpoint could not be removed, which the next checkpoint tries again: %s", error
             )
 
 

@@ -11,13 +11,6 @@ class StoreConfig(StageConfig):
     """Settings of the data sets."""
 
     root: str = setting("runs", "Folder that holds the runs: on a local disk, or s3://bucket/prefix.")
-
-    @field_validator("root")
-    @classmethod
-    def _drop_last_slash(cls, root: str) -> str:
-        # On S3, where a key may have an empty part, bucket/runs/ would be another prefix than bucket/runs.
-        return root if root.endswith("://") else root.rstrip("/") or root[:1]
-
     keep_routing_steps: int = setting(
         0,
         "Number of newest trained steps whose routed experts are kept; steps that a resumed run would train again are "
@@ -37,3 +30,9 @@ class StoreConfig(StageConfig):
         ge=0.1,
         le=3600.0,
     )
+
+    @field_validator("root")
+    @classmethod
+    def _drop_last_slash(cls, root: str) -> str:
+        # On S3, where a key may have an empty part, bucket/runs/ would be another prefix than bucket/runs.
+        return root if root.endswith("://") else root.rstrip("/") or root[:1]

@@ -166,13 +166,17 @@ class BackPressure:
             buckets: numbers of buckets that are in memory.
         """
         oldest, started, slowest = min(buckets), time.perf_counter_ns(), ""
-        until = time.monotonic() + self._longest_wait_s
+        until = float("inf")
         with self._taken:
             while not (free := [n for n in buckets if all(each.has_taken(n) for each in transfers.values())]):
                 running = {server: each for server, each in transfers.items() if not each.error}
                 slow = {server: each for server, each in running.items() if not each.has_taken(oldest)}
                 slowest = next(iter(slow), slowest)
-                self._wait_for(slow.values(), until, others_wait=len(slow) < len(running))
+                others_wait = len(slow) < len(running)
+                if others_wait:
+                    # Counted from when the first server has taken the bucket: before, none waits for another.
+                    until = min(until, time.monotonic() + self._longest_wait_s)
+                self._wait_for(slow.values(), until, others_wait=others_wait)
         add_short_span(WAITING_FOR_RECEIVER, started, slowest)
         return free[0]
 

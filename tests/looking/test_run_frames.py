@@ -407,8 +407,12 @@ def test_a_run_without_batches_has_the_rewards_of_the_recorded_scorer(
     shutil.copytree(scores / "scorer=addition@1", scores / "scorer=addition@2")
     assert resolve_scorer(folder) == "addition@2"
     whole = read_manifest(folder)
-    write_manifest(open_files(folder), replace(whole, scorer="addition@1"), whole)
+    recorded = replace(whole, scorer="addition@1")
+    write_manifest(open_files(folder), recorded, whole)
     assert resolve_scorer(folder) == "addition@1"
+    # A version without scores yet leaves those of the earlier ones.
+    write_manifest(open_files(folder), replace(whole, scorer="addition@3"), recorded)
+    assert resolve_scorer(folder) == "addition@2"
 
 
 def test_groups_of_a_collected_run_are_no_version_behind(small_run: RunFolder, tmp_path: Path) -> None:

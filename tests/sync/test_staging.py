@@ -1,10 +1,14 @@
 """Staging memory is a ring: its size, what arrives through it, and servers that are slower than the others."""
 
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
 from rollmill.tasks.sync.bucket_writer import STAGING_BUCKETS
+from rollmill.tasks.sync.server_transfer import BackPressure, TimeLimit
 from tests.stubs.transfer_ends import (
     TIMEOUT_S,
     Server,
@@ -71,6 +75,40 @@ def test_a_server_that_holds_others_up_is_given_up_before_these_miss_a_byte_for_
     assert sent.error == ""
     for each in (good, trainer):
         each.close()
+
+
+class Taking:
+    """A transfer whose server takes its bucket after some seconds, or is given up."""
+
+    def __init__(self, takes_after_s: float) -> None:
+        self.taken_at, self.error = time.monotonic() + takes_after_s, ""
+
+    def has_taken(self, number: int) -> bool:
+        return bool(self.error) or time.monotonic() >= self.taken_at
+
+    def give_up(self, reason: str) -> None:
+        self.error = reason
+
+
+@pytest.mark.parametrize(("second_s", "is_given_up"), [(1.35, False), (30.0, True)])
+def test_the_time_in_which_all_servers_are_slow_is_not_held_against_one(
+    second_s: float, is_given_up: bool
+) -> None:
+    pressure = BackPressure(TimeLimit(time.monotonic() + 60.0, "too long"), 30.0, longest_wait_s=1.0)
+    first, second = Taking(1.3), Taking(second_s)
+    ended = threading.Event()
+
+    def wake() -> None:
+        while not ended.wait(0.01):
+            pressure.notify()
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(wake)
+        try:
+            assert pressure.await_taken({"first": first, "second": second}, [0]) == 0
+        finally:
+            ended.set()
+    assert bool(second.error) == is_given_up
 
 
 def test_a_server_that_stalls_is_given_up_and_the_others_are_served() -> None:

@@ -11,14 +11,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from rollmill.tasks.errors import StoreError
+from rollmill.tasks.store.checkpoints.checkpoint_marker import StoredFile
 from rollmill.tasks.store.folders import RunFolder, checkpoint_key
 from rollmill.tasks.store.run.resume import find_resume_point, list_complete_checkpoints
+from rollmill.tasks.train.checkpoints.checkpoint_writer import CheckpointWriter, Writing
 from rollmill.tasks.train.checkpoints.hf_export import ExportConfig
 from rollmill.tasks.train.checkpoints.state_files import StateFiles
 from rollmill.tasks.train.config import TrainConfig
@@ -198,3 +202,25 @@ def offline(config: TrainConfig, model: Path, checkpoint: Path, output: Path) ->
         [sys.executable, "-m", "rollmill.tasks.train.checkpoints.hf_export", str(file)], check=True
     )
     return (output / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_any_failure_of_any_rank_ends_the_write_and_removes_it(failing: int) -> None:
+    store, calls = HashStore(), list[str]()
+
+    def write_own(rank: int) -> dict[str, StoredFile]:
+        if rank == failing:
+            raise MemoryError("no memory")
+        return {}
+
+    writers = [CheckpointWriter(store, rank, 2, wait_s=0.1) for rank in range(2)]
+    for rank, writer in enumerate(writers):
+        writer.begin(
+            Writing(
+                3, partial(write_own, rank), lambda _: calls.append("finish"), lambda: calls.append("gone")
+            )
+        )
+    with pytest.raises(StoreError, match="MemoryError: no memory"):
+        writers[0].wait(3)
+    writers[1].join()
+    assert calls == ["gone"]

@@ -31,7 +31,11 @@ def resolve_scorer(folder: RunFolder, asked: str = "") -> str | None:
     if len(known) < 2:
         return known[0] if known else None
     own = _find_trained_scorer(folder)
-    found = [key for key in known if own in (key, key.rpartition("@")[0])]
+    if own in known:
+        return own
+    # The recorded version may have no scores yet.
+    name = own.rpartition("@")[0] or own
+    found = [key for key in known if key.rpartition("@")[0] == name]
     if not found:
         raise ConfigError("--scorer", "", f"the run has scores of {', '.join(known)}; name one")
     # Of several versions the last one trains; the earlier ones scored steps before it was changed.

@@ -108,8 +108,10 @@ class CheckpointWriter:
             report: dict[str, Any] = {
                 "files": {name: file.model_dump() for name, file in writing.write_own().items()}
             }
-        except (RollmillError, OSError) as error:
-            report = {"error": str(error), "type": type(error).__name__}
+        except Exception as error:  # noqa: BLE001 - rank 0 waits for the report, and raises it
+            kind = type(error).__name__
+            text = str(error) if isinstance(error, RollmillError | OSError) else f"{kind}: {error}"
+            report = {"error": text, "type": kind}
         # By the store and not by a collective: the main threads may be in one at this moment.
         self._store.set(f"{key}/{self._rank}", json.dumps(report))
         n_bytes = 0
@@ -117,7 +119,7 @@ class CheckpointWriter:
             try:
                 files = self._files(key)
                 writing.finish(files)
-            except (RollmillError, OSError):
+            except Exception:
                 # Without its marker the folder would only take room.
                 writing.give_up()
                 raise

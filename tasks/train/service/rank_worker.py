@@ -1,5 +1,6 @@
 """A rank of the trainer: its loaded policy, and the commands on it."""
 
+import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -165,6 +166,10 @@ class RankWorker:
             self.engine.close()
             # It refers to the old weights, which must be freed before the new ones are read: both may not fit.
             self._policies = None
+            # Model, engine and optimizer refer to each other, so only the collector frees them.
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
         # A resumed run draws the same numbers as one that was never stopped.
         seed_random()
         engine = Engine.load(self._config, command.model, self.device)
