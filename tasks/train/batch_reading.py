@@ -4,20 +4,49 @@ Which rank computes a row depends on the lengths and prompts of all rows. So eac
 ranks learn the outlines of all rows, make the same plan from them, and then send the rows on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from rollmill.tasks.errors import BatchRefusedError, RollmillError, ShardError, describe_error
 from rollmill.tasks.store.segments import Segments
 from rollmill.tasks.train.collectives import times
 from rollmill.tasks.train.policy_logprobs import MissingLogprobs, OtherPolicy, StoredLogprobs
-from rollmill.tasks.train.rank_messages import swap_messages
+from rollmill.tasks.train.rank_messages import all_gather_messages, swap_messages
 from rollmill.tasks.train.samples import RowOutline, Samples, check_found, no_tokens
+
+T = TypeVar("T")
+
+
+def read_on_all_ranks(read: Callable[[], T]) -> T:
+    """Call `read` on every rank, and return what it returns on this one; a collective, also if it fails on a rank.
+
+    Raises:
+        RollmillError: `read` raised it on this rank.
+        BatchRefusedError: `read` raised it on another rank.
+        ShardError: `read` raised another RollmillError on another rank.
+    """
+    own, found = None, list[T]()
+    try:
+        found.append(read())
+    except RollmillError as error:
+        own = error
+    # All ranks must agree before any of them computes: a rank that refused alone would leave the others in a collective.
+    refusals = all_gather_messages([] if own is None else [*describe_error(own)], list[str])
+    if own is not None:
+        raise own
+    for rank, refusal in enumerate(refusals):
+        if refusal:
+            kind, text = refusal
+            error_type = BatchRefusedError if kind == BatchRefusedError.__name__ else ShardError
+            raise error_type(f"rank {rank} refuses the batch: {text}")
+    (result,) = found
+    return result
 
 
 class _SentRow(NamedTuple):

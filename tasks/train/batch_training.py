@@ -2,7 +2,8 @@
 
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
@@ -12,7 +13,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from rollmill.tasks.errors import BatchRefusedError, RollmillError, ShardError, describe_error
+from rollmill.tasks.errors import BatchRefusedError, StoreError
 from rollmill.tasks.observe.loop_monitor import LoopMonitor
 from rollmill.tasks.observe.metrics import Metric, MetricTable, Reduced
 from rollmill.tasks.observe.process_memory import own_rss_bytes, release_to_system
@@ -21,7 +22,7 @@ from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.logprob_rows import scatter_to_trained
 from rollmill.tasks.store.schemas import dataset_schema, make_batch, ragged_array
 from rollmill.tasks.store.staged_rows import StagedRows, stage_rows
-from rollmill.tasks.train.batch_reading import exchange_outlines, send_rows
+from rollmill.tasks.train.batch_reading import exchange_outlines, read_on_all_ranks, send_rows
 from rollmill.tasks.train.checkpoints.trainer_checkpoints import Progress
 from rollmill.tasks.train.collectives import times
 from rollmill.tasks.train.config import TrainConfig, with_settings
@@ -40,7 +41,7 @@ from rollmill.tasks.train.policy_logprobs import (
     check_stored_logprobs,
     read_stored_logprobs,
 )
-from rollmill.tasks.train.rank_messages import all_gather_messages, gather_messages
+from rollmill.tasks.train.rank_messages import gather_messages
 from rollmill.tasks.train.samples import Samples, check_lengths, check_samples, read_portion
 from rollmill.tasks.train.service.answers import StepResult
 from rollmill.tasks.train.service.commands import StepRef, TrainStep
@@ -351,6 +352,7 @@ class BatchTraining:
         Raises:
             BatchRefusedError: the stored batch is another than the requested one, or cannot be trained on; on every rank.
             ShardError: a part of it cannot be read or is not there; on every rank.
+            RuntimeError: rank 0 cannot stage rows, and must end, since other ranks train on or the policy has changed.
         """
         self.choose_settings(command.settings)
         policies.engine.choose_settings(self._config)
@@ -376,7 +378,8 @@ class BatchTraining:
                 ]
             with span("reading_batch"):
                 samples, stored = send_rows(samples, held, stored, needed)
-            samples, staged = policies.complete(samples, stored, missing, place, table)
+            with _failing_to_store():
+                samples, staged = policies.complete(samples, stored, missing, place, table)
             annotations = Annotations(samples) if is_annotated else None
             updates = UpdateLoop(
                 self._config, policies.engine, samples, n_updates, self._objective, annotations, plan
@@ -385,7 +388,7 @@ class BatchTraining:
             table.join([updates.table])
             n_updates, reason = updates.n_updates, updates.reason
             if annotations is not None:
-                with span("annotating"):
+                with span("annotating"), _failing_to_store():
                     staged = (*staged, *annotations.stage(place))
         _add_once(table, "train/trajectories", len(samples.trajectory_ids))
         metrics, duration_s = self._gather_metrics(table)
@@ -401,22 +404,8 @@ class BatchTraining:
             The batch, with the tokens of rows of this rank's portion; their numbers and their stored log-probabilities; and which
             log-probabilities are not stored.
         """
-        own: RollmillError | None = None
         with span("reading_batch"):
-            try:
-                rows = self._read_and_check(command, engine)
-            except RollmillError as error:
-                own = error
-            # All ranks must agree before any of them trains: a rank that refused alone would leave the others in a collective.
-            refusals = all_gather_messages([] if own is None else [*describe_error(own)], list[str])
-            if own is not None:
-                raise own
-            for rank, refusal in enumerate(refusals):
-                if refusal:
-                    kind, text = refusal
-                    error_type = BatchRefusedError if kind == BatchRefusedError.__name__ else ShardError
-                    raise error_type(f"rank {rank} refuses the batch: {text}")
-            samples, held, stored = rows
+            samples, held, stored = read_on_all_ranks(lambda: self._read_and_check(command, engine))
             samples, missing = exchange_outlines(samples, held, stored)
             check_missing_logprobs(samples, missing, self._config)
         return samples, held, stored, missing
@@ -448,6 +437,15 @@ class BatchTraining:
         for name, value in rank_metrics(of_ranks):
             whole.add(name, value)
         return [*whole.metrics(), *self._monitor.report()], sum(exclusive_seconds(of_ranks[0]).values())
+
+
+@contextmanager
+def _failing_to_store() -> Iterator[None]:
+    """Make a StoreError in the `with` block, which is rank 0's alone, one that ends the trainer: it is restarted, and repeats the step."""
+    try:
+        yield
+    except StoreError as error:
+        raise RuntimeError(f"the trainer cannot stage rows of its step: {error}") from error
 
 
 def _add_once(table: MetricTable, name: str, value: float) -> None:

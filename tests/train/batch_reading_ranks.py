@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch.distributed as dist
 
-from rollmill.tasks.train.batch_reading import exchange_outlines, send_rows
+from rollmill.tasks.errors import BatchRefusedError, RollmillError, ShardError
+from rollmill.tasks.train.batch_reading import exchange_outlines, read_on_all_ranks, send_rows
 from rollmill.tasks.train.samples import read_portion, read_samples
 from rollmill.tasks.train.service.ranks import join_ranks
 
@@ -50,8 +52,26 @@ def main() -> None:
                 logprobs["trainer"].pop(name), np.full(len(own.token_ids[row]), row)
             )
     assert not logprobs["trainer"]
+    check_refusals(ranks.rank)
     dist.barrier()  # a rank that leaves while the other is at work may abort at its end
     dist.destroy_process_group()
+
+
+def check_refusals(rank: int) -> None:
+    """What one rank alone cannot read fails on all, and no rank waits for it."""
+    for failing in (0, 1):
+        for error in (BatchRefusedError("no spread"), ShardError("damaged")):
+
+            def read(failing: int = failing, error: RollmillError = error) -> int:
+                if rank == failing:
+                    raise error
+                return rank
+
+            told = str(error) if rank == failing else f"rank {failing} refuses the batch: {error}"
+            with pytest.raises(type(error)) as raised:
+                read_on_all_ranks(read)
+            assert str(raised.value) == told
+    assert read_on_all_ranks(lambda: rank) == rank
 
 
 main()

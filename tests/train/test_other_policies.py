@@ -1,5 +1,6 @@
 """What other policies say of a batch's rows, and annotations, on real ranks against a plain forward pass."""
 
+import shutil
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -11,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollmill.tasks.errors import BatchRefusedError
+from rollmill.tasks.errors import BatchRefusedError, RollmillError, ShardError
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.logprob_rows import make_logprob_rows, scatter_to_trained
@@ -175,6 +176,26 @@ async def without_teacher(source: Path) -> Path:
     """The run, whose teacher's rows were moved out of it."""
     (source / "logprobs").rename(source.with_name("logprobs"))
     return source
+
+
+async def test_a_trainer_whose_first_rank_cannot_read_or_stage_rows_does_not_hang(
+    tiny_model: Path, batches: Any, run_trainer: RunTrainer, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    digest = batches.write_step(run, 0, batches.uneven_rows(12))
+    ids = read_samples(str(run), 0)[1].trajectory_ids
+    config = TrainConfig(ranks=2, micro_batch_tokens=512, old_logprobs="trainer", annotate_every=1)
+    async with run_trainer(config) as (client, process):
+        await load(client, tiny_model, run)
+        with pytest.raises(ShardError, match="absent"):
+            await score(client, run, 0, ["absent"])
+        assert await score(client, run, 0, ids[:2]) is not None, "the ranks are in step"
+        shutil.rmtree(run / ".tmp")
+        (run / ".tmp").write_text("a file where a folder should be")
+        with pytest.raises(RollmillError):
+            await train(client, run, digest)
+        await process.wait()
+    assert "cannot stage rows of its step" in process.log_tail()
 
 
 async def append(folder: Path, dataset: str, rows: pa.RecordBatch, **partition: Any) -> None:

@@ -34,3 +34,11 @@ def test_a_model_loaded_by_shards_equals_the_whole_one_divided(
         assert len([*(tmp_path / name).glob("*.safetensors")]) > 1
         folders.append(str(tmp_path / name))
     run_ranks("partition_ranks.py", 2, {"models": folders, "dtypes": ["float32", "bfloat16"]})
+
+
+@pytest.mark.slow
+def test_a_closed_policy_under_zero_3_is_freed(
+    tmp_path: Path, run_ranks: Callable[[str, int, dict[str, object]], None]
+) -> None:
+    AutoModelForCausalLM.from_config(CONFIGS["untied"]).save_pretrained(tmp_path / "model")
+    run_ranks("closing_ranks.py", 1, {"model": str(tmp_path / "model")})

@@ -19,6 +19,11 @@ SYMBOLS = [
     (f"{ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3.checkpoint_event_prologue"),
     (f"{ZERO}.stage3", "DeepSpeedZeroOptimizer_Stage3.checkpoint_event_epilogue"),
     (f"{ZERO}.stage_1_and_2", "DeepSpeedZeroOptimizer.update_lp_params"),
+    (f"{ZERO}.parameter_offload", "FWD_MODULE_STACK"),
+    (
+        f"{ZERO}.partitioned_param_coordinator",
+        "PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release",
+    ),
     ("deepspeed.ops", "__compatible_ops__"),
     ("deepspeed.utils.mixed_precision_linkage", "link_hp_params"),
     ("transformers.core_model_loading", "revert_weight_conversion"),

@@ -17,7 +17,7 @@ from rollmill.tasks.train.engine.memory_plan import REDUCE_ELEMENTS
 from rollmill.tasks.train.engine.optimizer_state import OptimizerState
 from rollmill.tasks.train.engine.partitioned_loading import load_trained
 from rollmill.tasks.train.engine.policy_model import PolicyModel, check_experts, recompute_activations
-from rollmill.tasks.train.engine.private_deepspeed import deepspeed, set_max_norm, whole_shape
+from rollmill.tasks.train.engine.private_deepspeed import deepspeed, forget_model, set_max_norm, whole_shape
 from rollmill.tasks.train.engine.routing_replay import RoutingReplay
 from rollmill.tasks.train.packing.layout import choose_layout
 from rollmill.tasks.train.packing.micro_batch import MicroBatch
@@ -217,9 +217,10 @@ class Engine:
         return OptimizerState(self._engine, self.model)
 
     def close(self) -> None:
-        """Free the engine's memory."""
+        """Free the engine's memory, once nothing refers to it and garbage is collected."""
         self._decay_hook.remove()
         self._engine.destroy()
+        forget_model(self.model)
 
 
 def _deepspeed_settings(config: TrainConfig, hidden_size: int, n_trained: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@
 | `fp32_partitioned_groups_flat`, `fp16_groups` | single-precision weights under ZeRO-3 | `safe_get_local_*`, one copy each |
 | `clip_grad` | another limit of the gradient's norm between two steps | a new engine |
 | `checkpoint_event_prologue`, `..._epilogue`, `update_lp_params` | weights set from outside reach the model | none |
+| `FWD_MODULE_STACK`, `__params_to_release` | references to a closed model under ZeRO-3 | none: `destroy` keeps them |
 
 `safe_get_full_*` adds up what the ranks hold, which makes +0 of -0 and gathers each parameter on every rank: checkpoints
 would neither be byte-exact nor written in parallel.
@@ -26,6 +27,8 @@ from rollmill.tasks.errors import LibraryError
 sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type] # None: not to be imported
 
 import deepspeed  # noqa: E402 - after that line
+from deepspeed.runtime.zero import parameter_offload  # noqa: E402
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator  # noqa: E402
 
 if sys.modules["mlflow"] is None:
     # Whoever imports it later in this process gets it.
@@ -145,3 +148,16 @@ def set_max_norm(wrapper: Any, max_norm: float) -> None:
     """Set the global norm to which ZeRO's optimizer scales gradients down; 0: no limit."""
     _private(wrapper, "clip_grad")
     wrapper.clip_grad = max_norm
+
+
+def forget_model(model: torch.nn.Module) -> None:
+    """Drop the references to a model that DeepSpeed keeps after its engine under ZeRO-3 is destroyed, so that it can be freed."""
+    closed = set(model.modules())
+    # What a newer version has not, keeps no reference.
+    stack = getattr(parameter_offload, "FWD_MODULE_STACK", [])
+    stack[:] = [each for each in stack if each not in closed]
+    # The function below its wrapper caches its results by module, for all models: others are computed again.
+    cached = vars(PartitionedParameterCoordinator).get("_PartitionedParameterCoordinator__params_to_release")
+    for cell in getattr(cached, "__closure__", None) or ():
+        if hasattr(cell.cell_contents, "cache_clear"):
+            cell.cell_contents.cache_clear()

@@ -13,7 +13,7 @@ from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.deepspeed_engine import Engine, Forward
 from rollmill.tasks.train.engine.partitioned_loading import load_trained
 from rollmill.tasks.train.engine.policy_model import PolicyModel
-from rollmill.tasks.train.engine.private_deepspeed import deepspeed
+from rollmill.tasks.train.engine.private_deepspeed import deepspeed, forget_model
 from rollmill.tasks.train.engine.private_transformers import BaseTunerLayer
 from rollmill.tasks.train.packing.layout import choose_layout
 from rollmill.tasks.train.packing.micro_batch import MicroBatch
@@ -81,14 +81,26 @@ class FrozenPolicy:
         """Log-probabilities of a micro-batch's trained tokens; under ZeRO-3 a collective."""
         return Forward(*self._policy.values(self._model, batch, entropy_gradient=False))
 
+    def close(self) -> None:
+        """Free the copy's memory, once nothing refers to it and garbage is collected."""
+        # Otherwise it is a plain model, which nothing else knows.
+        if hasattr(self._model, "destroy"):
+            self._model.destroy()
+            forget_model(self._model.module)
+
 
 Reference: TypeAlias = FrozenPolicy | BaseModelPolicy
+
+
+def reference_folder(config: TrainConfig, start_model: str) -> str:
+    """Return the folder of a frozen reference model: `train.kl.model` or else the start model."""
+    return str(model_folder(config.kl.model)) if config.kl.model else start_model
 
 
 def load_reference(
     config: TrainConfig, engine: Engine, start_model: str, loaded: FrozenPolicy | None = None
 ) -> Reference | None:
-    """Load the frozen reference model, `train.kl.model` or else the start model; None unless `train.kl.reference` is frozen.
+    """Load the frozen reference model; None unless `train.kl.reference` is frozen.
 
     With adapters the start model is in memory already, so it is not copied.
 
@@ -106,7 +118,7 @@ def load_reference(
     # The start model is in memory already, below the adapters.
     if config.lora.rank and not config.kl.model:
         return BaseModelPolicy(engine, start_model)
-    folder = str(model_folder(config.kl.model)) if config.kl.model else start_model
+    folder = reference_folder(config, start_model)
     # The copy never changes, so that a later load of another version keeps it.
     if loaded is not None and loaded.folder == folder:
         return loaded

@@ -15,6 +15,7 @@ from rollmill.tasks.store.checkpoints.checkpoint_store import fetch_checkpoint
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.model_folders import model_folder
 from rollmill.tasks.store.staged_rows import StagedRows
+from rollmill.tasks.train.batch_reading import read_on_all_ranks
 from rollmill.tasks.train.batch_training import BatchTraining
 from rollmill.tasks.train.checkpoints.checkpoint_writer import CheckpointWriter
 from rollmill.tasks.train.checkpoints.hf_export import export_policy, store_policy
@@ -29,8 +30,9 @@ from rollmill.tasks.train.checkpoints.trainer_checkpoints import (
 from rollmill.tasks.train.collectives import times
 from rollmill.tasks.train.config import TrainConfig
 from rollmill.tasks.train.engine.deepspeed_engine import Engine, check_model
-from rollmill.tasks.train.engine.reference_policy import FrozenPolicy, load_reference
+from rollmill.tasks.train.engine.reference_policy import FrozenPolicy, load_reference, reference_folder
 from rollmill.tasks.train.policy_logprobs import PolicyLogprobs, list_policy_logprobs
+from rollmill.tasks.train.rank_messages import all_gather_messages
 from rollmill.tasks.train.samples import read_rollouts
 from rollmill.tasks.train.service.answers import CheckpointBegun, StepResult
 from rollmill.tasks.train.service.commands import Command, ComputeOldLogprobs, LoadPolicy, StepRef, TrainStep
@@ -162,14 +164,7 @@ class RankWorker:
     def load(self, command: LoadPolicy) -> None:
         """Load the command's model, and its checkpoint's state if it has one, in place of the current policy; a collective."""
         self.writer.join()
-        if self._policies is not None:
-            self.engine.close()
-            # It refers to the old weights, which must be freed before the new ones are read: both may not fit.
-            self._policies = None
-            # Model, engine and optimizer refer to each other, so only the collector frees them.
-            gc.collect()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+        self._close_old(command.model)
         # A resumed run draws the same numbers as one that was never stopped.
         seed_random()
         engine = Engine.load(self._config, command.model, self.device)
@@ -189,6 +184,21 @@ class RankWorker:
         self._policies = PolicyLogprobs(self._config, engine, reference)
         self.transfer.prepare(engine)
 
+    def _close_old(self, start_model: str) -> None:
+        """Free the current policy, and its frozen reference unless it is that of a policy with this start model."""
+        if self._policies is None:
+            return
+        self.engine.close()
+        if self._frozen is not None and self._frozen.folder != reference_folder(self._config, start_model):
+            self._frozen.close()
+            self._frozen = None
+        # They refer to the old weights, which must be freed before the new ones are read: both may not fit.
+        self._policies = None
+        # Model, engine and optimizer refer to each other, so only the collector frees them.
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def train(self, command: TrainStep) -> StepResult:
         """Train on a step's stored batch, which brings the trainer to the next version; a collective."""
         training, incarnation = self._training, self.incarnation
@@ -200,10 +210,16 @@ class RankWorker:
 
     def compute_old_logprobs(self, command: ComputeOldLogprobs) -> StagedRows | None:
         """Compute and stage log-probabilities of stored rollouts that have none yet; a collective, None but on rank 0."""
-        stored = list_policy_logprobs(command.folder, command.step, "trainer")
-        new = [each for each in command.trajectory_ids if each not in stored]
-        samples = read_rollouts(command.folder, command.step, new, with_routing=self._config.replay_routing)
-        place = StepRef(command.folder, command.run_id, command.step, self.incarnation)
+        folder, step, with_routing = command.folder, command.step, self._config.replay_routing
+
+        def list_new() -> list[str]:
+            stored = list_policy_logprobs(folder, step, "trainer")
+            return [each for each in command.trajectory_ids if each not in stored]
+
+        # Rank 0's list, on all ranks: another one may list later, when more rows are stored.
+        new = all_gather_messages(read_on_all_ranks(list_new), list[str])[0]
+        samples = read_on_all_ranks(lambda: read_rollouts(folder, step, new, with_routing=with_routing))
+        place = StepRef(folder, command.run_id, step, self.incarnation)
         return self.policies.compute_old(samples, place)
 
     def begin_checkpoint(self, run: RunFolder) -> CheckpointBegun:
