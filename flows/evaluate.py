@@ -1,12 +1,13 @@
 """The flow evaluate: evaluates a stored policy version, or a model, on held-out prompts, without a trainer."""
 
 import asyncio
+from functools import partial
 from typing import Annotated
 
 from prefect import flow
 from pydantic import Field
 
-from rollmill.flows.checks.preflight import check_machine
+from rollmill.flows.checks.preflight import check_machine, preflight
 from rollmill.flows.configuration.forms import EvaluateSettings
 from rollmill.flows.configuration.rules import check_config
 from rollmill.flows.failure import one_error
@@ -18,6 +19,7 @@ from rollmill.flows.run.folder import LAST_VERSION, RunName, choose_version, run
 from rollmill.flows.run.live_run import Run, open_run
 from rollmill.flows.start_model import ensure_start_model
 from rollmill.flows.step.held_out import finish_evaluation, is_evaluated, redo_failed_scores
+from rollmill.tasks.look.comparisons.paired_evaluations import is_complete
 from rollmill.tasks.look.tables.run_tables import format_with_interval, list_held_out
 from rollmill.tasks.observe.metrics import ALL
 from rollmill.tasks.serve.policy_version import PolicyVersion
@@ -44,7 +46,8 @@ async def evaluate(
     check_config(config)
     folder = run_folder(run_name, config)
     version = await asyncio.to_thread(choose_version, folder, version)
-    await check_machine(config, trains=False)
+    samples = not await asyncio.to_thread(is_complete, folder, version)
+    await check_machine(partial(preflight, config, samples=samples, trains=False))
     with end_in_order(), one_error():
         model = await ensure_start_model(config)
         # An evaluation adds rows to the run without continuing it, so a finished run stays finished.

@@ -6,7 +6,7 @@ from typing import Literal
 
 from prefect import flow
 
-from rollmill.flows.checks.preflight import check_machine
+from rollmill.flows.checks.preflight import check_machine, preflight_in_turn
 from rollmill.flows.configuration.forms import RetrainSettings
 from rollmill.flows.failure import one_error
 from rollmill.flows.import_logs import import_logs
@@ -64,7 +64,7 @@ async def improve(
                 "store.root", config.store.root, "the gate's servers read policies from a disk: give a folder"
             )
         improvement.alias.check_kind(RunFolder(config.store.root))
-        await check_machine(config)
+        await check_machine(partial(preflight_in_turn, config))
         # An open cycle ends before further logs are imported, or it would train on other rows than it began with.
         cycle = await asyncio.to_thread(improvement.find_open)
         if cycle is None:

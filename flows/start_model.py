@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
-from rollmill.flows.checks.preflight import check_machine
+from rollmill.flows.checks.preflight import check_machine, preflight
 from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.configuration.environments import (
     environment_configs,
@@ -76,7 +77,7 @@ async def check_start(run_name: str, config: RunConfig, *, samples: bool = True,
                     check_problem_weight(each.rollout.problem_weight)
                     check_choice(each.rollout.replay.where, each.rollout.replay.order_by)
                     check_scorer(each.score, each.evaluate.scorer)
-        await check_machine(config, samples=samples, trains=trains)
+        await check_machine(partial(preflight, config, samples=samples, trains=trains))
         # `open_run` checks this again, under the lock; a wrong setting must not cost the training of a start model first.
         await asyncio.to_thread(check_resumable, run_folder(run_name, config), config, trains=trains)
 

@@ -7,7 +7,6 @@ import subprocess
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -68,10 +67,10 @@ MOST_NAME = 100
 CAUSAL_ARCHITECTURES = ("ForCausalLM", "LMHeadModel")
 
 
-async def check_machine(config: RunConfig, *, samples: bool = True, trains: bool = True) -> None:
-    """Run `preflight` if this flow run belongs to a deployment, so that a worker has started it.
+async def check_machine(check: Callable[[], None]) -> None:
+    """Call `check`, which calls `preflight`, if this flow run belongs to a deployment, so that a worker has started it.
 
-    For other flow runs the command `rollmill` has run it already.
+    For other flow runs the command `rollmill` has checked the machine already.
 
     Raises:
         ConfigError: the first thing that is missing.
@@ -80,7 +79,7 @@ async def check_machine(config: RunConfig, *, samples: bool = True, trains: bool
     from prefect.runtime import deployment
 
     if deployment.id:
-        await asyncio.to_thread(partial(preflight, config, samples=samples, trains=trains))
+        await asyncio.to_thread(check)
 
 
 def preflight(config: RunConfig, *, samples: bool = True, trains: bool = True) -> None:
@@ -122,6 +121,24 @@ def preflight(config: RunConfig, *, samples: bool = True, trains: bool = True) -
     check_gpus(config, assign_run_gpus(config, samples=samples, trains=trains), read_gpus())
     # Last, since it may wait for services that are starting.
     asyncio.run(check_attached(config, samples=samples, trains=trains))
+
+
+def preflight_in_turn(config: RunConfig, *, trains: bool = True, samples: bool = True) -> None:
+    """Run `preflight` for a flow that trains first and then launches servers for the result: GPUs need not have room for both at once.
+
+    Args:
+        config: all settings; servers at `serve.urls` are not used.
+        trains: False if nothing is left to train.
+        samples: False if nothing is left to sample.
+
+    Raises:
+        ConfigError: the first thing that is missing.
+    """
+    if trains:
+        preflight(config, samples=False)
+    if samples:
+        serve = config.serve.model_copy(update={"urls": ()})
+        preflight(config.model_copy(update={"serve": serve}), trains=False)
 
 
 def _check_executor(executor: ExecutorConfig) -> None:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 
-from rollmill.flows.checks.preflight import preflight
+from rollmill.flows.checks.preflight import preflight_in_turn
 from rollmill.flows.commands.flow_process import run_flow
 from rollmill.flows.offline.ab_arms import AbComparison
 from rollmill.flows.offline.ab_scorers import estimate_arm
@@ -59,7 +59,7 @@ def _run(compared: AbComparison, *, only_estimate: bool, limit: int, prints_json
         for arm in compared.arms:
             check_source_sampling(arm.config, arm.config.retrain.sources)
             check_tokenizers(arm.config, arm.config.retrain.sources)
-            preflight(arm.config)
+            preflight_in_turn(arm.config, trains=not arm.is_trained, samples=not arm.is_evaluated)
     # The flows print their summaries.
     with redirect_stdout(sys.stderr) if prints_json else nullcontext():
         return run_flow(call, prints_json=prints_json)

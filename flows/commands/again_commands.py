@@ -233,7 +233,12 @@ def replay(
     from rollmill.tasks.store.run.run_search import find_run
 
     check_replay_options(
-        attribute=attribute, step=step, versions=(first, last), traffic=traffic, as_json=as_json
+        attribute=attribute,
+        step=step,
+        versions=(first, last),
+        traffic=traffic,
+        trainer=trainer,
+        as_json=as_json,
     )
     folder = find_run(run)
     if attribute:

@@ -10,7 +10,7 @@ import typer
 
 from rollmill.flows.checks.machine_needs import check_address, check_port, check_trainer, check_vllm
 from rollmill.flows.configuration.config import RunConfig
-from rollmill.flows.configuration.recipe import start_model_folder
+from rollmill.flows.configuration.recipe import download_model, start_model_folder
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.processes.gpus import GpuAssignment, assign_gpus, list_visible_gpus
 from rollmill.tasks.processes.launched_process import LaunchedProcess, free_port
@@ -75,6 +75,7 @@ def vllm_here(config: RunConfig, host: str, port: int) -> None:
     check_guarded(config.serve, host=host)
     check_address("--host", host)
     check_port(port)
+    download_model("model", config.model)
     model = start_model_folder(config)
     if not (model / "config.json").is_file():
         raise ConfigError("model", str(model), "there is no model yet; `rollmill run` makes a start model")

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from rollmill.flows.checks.preflight import preflight
+from rollmill.flows.checks.preflight import preflight_in_turn
 from rollmill.flows.commands.flow_process import run_flow
 from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.policies.policy_gate import PolicyGate
@@ -115,5 +115,5 @@ def improve_here(
             webhook,
         )
 
-    preflight(config)
+    preflight_in_turn(config)
     run_flow(call)

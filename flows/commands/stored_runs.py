@@ -33,6 +33,7 @@ from rollmill.flows.offline.teacher import check_annotation, is_annotated
 from rollmill.flows.offline.unscored import check_rescoring, is_rescored
 from rollmill.flows.run.folder import LAST_VERSION, choose_version, run_folder
 from rollmill.tasks.errors import ConfigError, StoreError
+from rollmill.tasks.look.comparisons.paired_evaluations import is_complete
 from rollmill.tasks.look.tables.scores import explain_scorers, read_score_totals
 from rollmill.tasks.look.tables.view import escape_controls
 from rollmill.tasks.look.terminal.output import open_console, print_json
@@ -98,7 +99,9 @@ def rescore_here(folder: RunFolder, config: RescoreConfig) -> None:
         return await asyncio.to_thread(_make_scores_table, folder)
 
     check_rescoring(folder, config)
-    open_console().print(run_flow(call, is_done=lambda: is_rescored(folder, config)))
+    table: Group | None = run_flow(call, is_done=lambda: is_rescored(folder, config))
+    # Nothing came back if only Prefect failed, at the end of the flow.
+    open_console().print(table or _make_scores_table(folder))
 
 
 def _make_scores_table(folder: RunFolder) -> Group:
@@ -159,7 +162,8 @@ def annotate_here(folder: RunFolder, config: AnnotateConfig) -> None:
         return annotate(folder.name, config)
 
     check_annotation(folder, config)
-    check_teacher_machine(config)
+    if not is_annotated(folder, config):
+        check_teacher_machine(config)
     run_flow(call, is_done=lambda: is_annotated(folder, config))
 
 
@@ -200,10 +204,10 @@ def evaluate_here(
         return evaluate(run_name, config, version, redo_failed)
 
     folder = run_folder(run_name, config)
-    choose_version(folder, version)
+    samples = not is_complete(folder, choose_version(folder, version))
     if has_manifest(folder):
         _check_fixed(folder, config)
-    preflight(config, trains=False)
+    preflight(config, samples=samples, trains=False)
     run_flow(call)
 
 
@@ -256,7 +260,13 @@ def replay_here(folder: RunFolder, first: int | None, last: int | None) -> None:
 
 
 def check_replay_options(
-    *, attribute: bool, step: int | None, versions: tuple[int | None, int | None], traffic: int, as_json: bool
+    *,
+    attribute: bool,
+    step: int | None,
+    versions: tuple[int | None, int | None],
+    traffic: int,
+    trainer: str,
+    as_json: bool,
 ) -> None:
     """Refuse options of `replay` that exclude each other; ConfigError names one."""
     if attribute:
@@ -265,9 +275,16 @@ def check_replay_options(
         for name, version in zip(("--from", "--to"), versions, strict=True):
             if version is not None:
                 raise ConfigError(name, version, "--attribute measures the step given by --step: omit this")
-    elif step is not None or traffic or as_json:
-        name = "--step" if step is not None else "--synthetic-traffic" if traffic else "--json"
-        raise ConfigError(name, step or traffic or as_json, "it needs --attribute")
+        return
+    given = {
+        "--step": step,
+        "--synthetic-traffic": traffic or None,
+        "--trainer": None if trainer == "launch" else trainer,
+        "--json": as_json or None,
+    }
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(name, value, "it needs --attribute")
 
 
 def attribute_here(folder: RunFolder, step: int, n_traffic: int, trainer: str, *, as_json: bool) -> None:

@@ -248,6 +248,10 @@ class AbComparison:
         with name_override(self.folder, overrides):
             values = apply_overrides(values, overrides)
             validate(values)
+        for field in ("sources", "scores"):
+            if given := values["retrain"].get(field):
+                remedy = "every arm trains from the rollouts of RUN, by its own scorer; omit this"
+                raise ConfigError(f"retrain.{field}", given, remedy)
         return values
 
 

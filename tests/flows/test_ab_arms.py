@@ -87,6 +87,13 @@ def test_one_scorer_is_compared_with_that_of_the_run(source: RunFolder, compare:
     assert compared.list_unscored() == []
 
 
+@pytest.mark.parametrize("override", ["retrain.sources=[other]", "retrain.scores=addition@1"])
+def test_what_an_arm_is_trained_from_cannot_be_set(override: str, compare: Compare) -> None:
+    field = override.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"{field} = .*every arm trains from the rollouts of RUN"):
+        compare("digit_scorer:DigitScorer", overrides=(override,)).check()
+
+
 def test_each_scorer_is_trained_with_each_algorithm(compare: Compare) -> None:
     both = compare(
         "digit_scorer:DigitScorer", "addition", algorithms=("rloo",), overrides=("steps=7",), name="x"

@@ -8,12 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import chat_templates
+import numpy as np
 import pytest
 from model_families import save_byte_tokenizer
+from stored_policies import Rewards, begin_run, store_evaluation
 
-from rollmill.flows.checks.preflight import check_architecture, check_rope, preflight
+from rollmill.flows.checks import gpu_assignment
+from rollmill.flows.checks import preflight as preflight_module
+from rollmill.flows.checks.preflight import check_architecture, check_rope, preflight, preflight_in_turn
+from rollmill.flows.commands import stored_runs
 from rollmill.flows.commands.new_runs import fork_config, fork_here, prepare_fork
-from rollmill.flows.commands.stored_runs import evaluate_config, retrain_config
+from rollmill.flows.commands.stored_runs import (
+    check_replay_options,
+    evaluate_config,
+    evaluate_here,
+    retrain_config,
+)
 from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.configuration.rules import list_warnings
 from rollmill.flows.configuration.settings import apply_overrides, load, parse_settings
@@ -642,3 +652,63 @@ def test_a_transport_between_gpus_is_refused_without_any(transport: str) -> None
         ConfigError, match=rf"sync\.transport = '{transport}': .* this machine has none; give auto"
     ):
         preflight(load("quickstart", (f"sync.transport={transport}",)))
+
+
+@pytest.mark.parametrize("visible", ["0", "0,1"])
+def test_what_trains_first_and_samples_then_needs_gpus_for_one_at_a_time(
+    visible: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(gpu_assignment, "is_cpu_build", lambda _: False)
+    for needs in ("check_vllm", "_check_trainer", "read_gpus", "check_gpus"):
+        monkeypatch.setattr(preflight_module, needs, lambda *_, **__: None)
+    words = (f"store.root={tmp_path}", "serve.servers=1", "train.ranks=1", "serve.share_gpus=false")
+    config = load("quickstart", words)
+    config = config.model_copy(update={"serve": config.serve.model_copy(update={"urls": ("http://h:1",)})})
+    preflight_in_turn(config)
+    launched = config.model_copy(update={"serve": config.serve.model_copy(update={"urls": ()})})
+    if visible == "0":
+        with pytest.raises(ConfigError, match="GPU"):
+            preflight(launched)
+    else:
+        preflight(launched)
+
+
+def test_an_evaluation_of_which_nothing_is_missing_needs_no_vllm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(stored_runs, "run_flow", lambda _: None)
+    save_byte_tokenizer(tmp_path / "model")
+    (tmp_path / "model/config.json").write_text(
+        '{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}'
+    )
+    run = RunFolder(tmp_path / "run")
+    begin_run(run, tmp_path / "model", 2, 1, start_model={"steps": 0})
+    name, config = evaluate_config(run.location, ("serve.python=nowhere",))
+    with pytest.raises(ConfigError, match=r"serve\.python = 'nowhere'"):
+        evaluate_here(name, config, 0)
+    store_evaluation(run, Rewards(np.ones(2), np.ones((2, 1))), version=0)
+    evaluate_here(name, config, 0)
+
+
+@pytest.mark.parametrize(
+    ("option", "given"),
+    [
+        ("--step", {"step": 0}),
+        ("--synthetic-traffic", {"traffic": 2}),
+        ("--trainer", {"trainer": "none"}),
+        ("--json", {"as_json": True}),
+    ],
+)
+def test_an_option_of_attribution_is_refused_without_it(option: str, given: dict[str, Any]) -> None:
+    usual = {
+        "attribute": False,
+        "step": None,
+        "versions": (None, None),
+        "traffic": 0,
+        "trainer": "launch",
+        "as_json": False,
+    }
+    check_replay_options(**usual)
+    with pytest.raises(ConfigError, match=f"{option} = .*: it needs --attribute"):
+        check_replay_options(**usual | given)

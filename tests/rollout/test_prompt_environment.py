@@ -125,6 +125,7 @@ async def test_splits_come_from_a_column_or_another_file(tmp_path: Path) -> None
             {"answer_column": "level", "columns": ["answer"]},
             "'answer' would replace the answer, which is read from 'level'",
         ),
+        ([ROWS[0]], {"held_out_split": "test"}, "held_out_split = 'test': give the column"),
         ([ROWS[0]], {"path": "nowhere.jsonl"}, "there is no such file"),
         ([ROWS[0]], {"path": ""}, "give the file"),
         ([ROWS[0]], {"path": "name/of-one"}, "format=huggingface"),

@@ -67,10 +67,10 @@ def check_refusals(rank: int) -> None:
                     raise error
                 return rank
 
-            told = str(error) if rank == failing else f"rank {failing} refuses the batch: {error}"
+            text = str(error) if rank == failing else f"rank {failing} refuses the batch: {error}"
             with pytest.raises(type(error)) as raised:
                 read_on_all_ranks(read)
-            assert str(raised.value) == told
+            assert str(raised.value) == text
     assert read_on_all_ranks(lambda: rank) == rank
 
 

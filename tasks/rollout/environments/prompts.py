@@ -152,7 +152,10 @@ def _find_held_out_path(config: PromptsConfig) -> str:
     """Return the path of the held-out problems, or "" if they are part of the training file."""
     if config.held_out_path or config.split_column or not config.held_out_split:
         return config.held_out_path
-    return config.path if detect_format(config, config.path) == "huggingface" else ""
+    if detect_format(config, config.path) == "huggingface":
+        return config.path
+    remedy = "give the column that names the split of a row (rollout.prompts.split_column), or omit this"
+    raise ConfigError("rollout.prompts.held_out_split", config.held_out_split, remedy)
 
 
 def _read_prompts(config: PromptsConfig, path: str, split: str) -> pl.DataFrame:
