@@ -120,8 +120,10 @@ def test_a_killed_annotation_asks_for_no_stored_trajectory_again_and_a_second_te
     launched = workplace.run(
         "annotate", "source", "--teacher", "second", "--set", f"serve.python={stub_python}"
     )
+    complete = workplace.run("annotate", "source", "--teacher", "second", "--set", "serve.python=nowhere")
     verified = workplace.run("verify", "source")
 
+    assert complete.returncode == 0, complete.stdout
     assert launched.returncode == 0, launched.stdout
     assert verified.returncode == 0, verified.stdout
     assert list_policies(source) == ["big", "second"]
