@@ -43,6 +43,8 @@ class PolicyServers:
         self.are_up = asyncio.Event()
         self.n_updates: Counter[ServerService] = Counter()
         self._verified: dict[ServerService, str] = {}
+        # What failed servers had, and may still have.
+        self._had: dict[ServerService, str] = {}
         # Servers that were put to sleep and have no memory for their caches yet.
         self._asleep: set[ServerService] = set()
 
@@ -78,7 +80,8 @@ class PolicyServers:
         self.failed[server] = reason
         if is_mute:
             self.mute.add(server)
-        self._verified.pop(server, None)
+        if verified := self._verified.pop(server, None):
+            self._had[server] = verified
         self.run.pool.remove(server.client)
         self.alarm(server).set()
         await self.run.pool.end_requests(server.client)
@@ -112,8 +115,8 @@ class PolicyServers:
     async def _has_weights(self, server: ServerService, name: str) -> bool:
         """Return True if a server is healthy and has the verified weights of that name."""
         try:
-            is_healthy = await server.client.is_healthy()
-            return is_healthy and self._verified.get(server) == name == await server.client.version()
+            is_healthy, verified = await server.client.is_healthy(), self._verified | self._had
+            return is_healthy and verified.get(server) == name == await server.client.version()
         except RequestError:
             return False
 
@@ -180,5 +183,6 @@ class PolicyServers:
         if server in self.failed:
             raise SyncError(f"server {server.client.url} failed during a sync: {self.failed[server]}")
         self._verified[server] = str(version)
+        self._had.pop(server, None)
         self.n_updates[server] += 1
         self.run.pool.admit(server.client)

@@ -70,27 +70,19 @@ class RunPolicy:
         """Bring trainer and servers to the last version in the run's folder; returns it: the number of the next step.
 
         Loads the last complete checkpoint, trains again on the stored batches after it, without sampling, and syncs every
-        server. An unfinished evaluation of a version on the way is finished, and a checkpoint that is due is written.
+        server. An unfinished evaluation of a version on the way is finished, and a checkpoint that is due is written. A launched trainer
+        that dies meanwhile is restarted.
         """
         self._run.recording.count_start()
-        async with self._still:
-            with span("loading"):
-                end = await self.trained.load_checkpoint()
-        self._run.compactor.begin(self.trained.version)
-        for step in range(self.trained.version, end):
-            run = self._run
-            # Its weights are lost once the step is trained again, so the rest of its evaluation is impossible.
-            lacks_evaluation = is_due(run, step) and not await asyncio.to_thread(is_evaluated, run, step)
-            if isinstance(run, Run) and lacks_evaluation:
+        while True:
+            try:
+                reports = await self._restore_version()
+                break
+            except ServiceDiedError as error:
+                if error.service != self._trainer.name:
+                    raise
                 async with self._still:
-                    await self._update_servers()
-                await evaluate_version(run, step)
-            async with self._still:
-                with span("train"):
-                    await self.trained.replay(step)
-        async with self._still:
-            with span("sync"):
-                reports = await self._update_servers()
+                    await self._restart_trainer(error.reason)
         if self.trained.version == 0 and reports:
             found = [report.differences for report in reports]
             differences = [
@@ -112,6 +104,27 @@ class RunPolicy:
             self._recomputing.begin(self.trained.version)
         return self.trained.version
 
+    async def _restore_version(self) -> list[SyncReport]:
+        """Load the last checkpoint, train on the batches after it, and sync every server; returns the reports of the last sync."""
+        async with self._still:
+            with span("loading"):
+                end = await self.trained.load_checkpoint()
+        self._run.compactor.begin(self.trained.version)
+        for step in range(self.trained.version, end):
+            run = self._run
+            # Its weights are lost once the step is trained again, so the rest of its evaluation is impossible.
+            lacks_evaluation = is_due(run, step) and not await asyncio.to_thread(is_evaluated, run, step)
+            if isinstance(run, Run) and lacks_evaluation:
+                async with self._still:
+                    await self._update_servers()
+                await evaluate_version(run, step)
+            async with self._still:
+                with span("train"):
+                    await self.trained.replay(step)
+        async with self._still:
+            with span("sync"):
+                return await self._update_servers()
+
     async def train(self, step: int, digest: str) -> StepResult:
         """Train on the stored batch of a step; a launched trainer that dies is restarted and trained from the run's folder.
 
@@ -127,7 +140,8 @@ class RunPolicy:
                 result = await self._train_and_prepare(step, digest)
                 self._restarts_in_a_row = 0
             except ServiceDiedError as error:
-                await self._bring_back_trainer(error)
+                # An evaluation may be sampling the version before: the servers get this one at the sync, which waits for it.
+                await self._bring_back_trainer(error, updates_servers=False)
                 # The batch was stored before training, so the restart has trained on it already.
                 result = self.trained.replayed[step]
             self.trained.advance_version(result)
@@ -283,12 +297,30 @@ class RunPolicy:
             await self._bring_back_trainer(error)
             return await command()
 
-    async def _bring_back_trainer(self, error: ServiceDiedError) -> list[SyncReport]:
+    async def _bring_back_trainer(
+        self, error: ServiceDiedError, *, updates_servers: bool = True
+    ) -> list[SyncReport]:
         """Restart a launched trainer, load the last version in the run's folder, and sync the servers; returns their reports.
 
-        A trainer that fails meanwhile is restarted again, at most `max_restarts` times in a row.
+        A trainer that fails meanwhile is restarted again.
         """
         reason = error.reason
+        while True:
+            await self._restart_trainer(reason)
+            try:
+                await self.trained.load()
+                return await self._update_servers() if updates_servers else []
+            except ServiceDiedError as died:
+                if died.service != self._trainer.name:
+                    raise
+                reason = died.reason
+
+    async def _restart_trainer(self, reason: str) -> None:
+        """Restart a launched trainer; one that fails to start is restarted again, at most `max_restarts` times in a row.
+
+        Raises:
+            ServiceDiedError: it may not be restarted any more.
+        """
         while True:
             earlier, self._restarts_in_a_row = self._restarts_in_a_row, self._restarts_in_a_row + 1
             try:
@@ -297,13 +329,7 @@ class RunPolicy:
                 reason = failed.reason
                 continue
             self._restarts += 1
-            try:
-                await self.trained.load()
-                return await self._update_servers()
-            except ServiceDiedError as died:
-                if died.service != self._trainer.name:
-                    raise
-                reason = died.reason
+            return
 
     def _note_skipped(self, step: int, result: StepResult) -> None:
         """Log that a step made no update or skipped some; SkippedStepsError after too many steps in a row without an update."""

@@ -249,7 +249,8 @@ async def restart(
     if service.process is not None:
         tail = service.process.log_tail()
         await service.process.stop()
-    if restarts >= max_restarts:
+    # An attached trainer may return once, also where nothing is to be restarted.
+    if restarts >= (max_restarts if service.process is not None else max(1, max_restarts)):
         raise ServiceDiedError(
             service.name, f"{reason}, after {restarts} restarts in a row (max_restarts)", tail
         )

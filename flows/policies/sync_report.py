@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -60,14 +60,21 @@ def sync_metrics(reports: Sequence[SyncReport], calls: int) -> list[Metric]:
         "sync/held_s": max((report.held_s for report in reports), default=0.0),
         "sync/parity_s": max((report.parity_s for report in reports), default=0.0),
         "sync/verify_s": max((report.verify_s for report in reports), default=0.0),
-        "sync/logprob_difference": max((report.differences.largest for report in reports), default=math.nan),
-        DIFFERENCE_MEAN: max((report.differences.mean for report in reports), default=math.nan),
-        DIFFERENCE_HIGH: max((report.differences.high for report in reports), default=math.nan),
-        "sync/logprob_slope": min((report.slope for report in reports), default=math.nan),
+        "sync/logprob_difference": max(
+            _known(each.differences.largest for each in reports), default=math.nan
+        ),
+        DIFFERENCE_MEAN: max(_known(each.differences.mean for each in reports), default=math.nan),
+        DIFFERENCE_HIGH: max(_known(each.differences.high for each in reports), default=math.nan),
+        "sync/logprob_slope": min(_known(each.slope for each in reports), default=math.nan),
         "sync/parity_alarms": float(sum(report.alarmed for report in reports)),
         "sync/control_calls": float(calls),
     }
     return [Metric(name, "all", "value", value) for name, value in values.items()]
+
+
+def _known(values: Iterable[float]) -> Iterator[float]:
+    """Leave out NaN: of a server that only got a version's name, nothing was compared."""
+    return (value for value in values if not math.isnan(value))
 
 
 def progress_line(version: int, sent: Mapping[str, int], each_bytes: int, elapsed_s: float) -> str:

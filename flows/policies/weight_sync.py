@@ -57,7 +57,7 @@ class WeightSync(PolicyServers):
 
     Attributes:
         parity: compares servers with the trainer.
-        submitted: the times at which each server began to receive the last broadcast.
+        submitted: the times at which each server began to receive the last broadcast to all servers.
     """
 
     def __init__(self, run: ServedRun, trainer: TrainerClient, servers: Sequence[ServerService]) -> None:
@@ -127,6 +127,7 @@ class WeightSync(PolicyServers):
                 if await self._has_weights(server, str(version)):
                     self._take_back(server, version)
                     return
+                self._had.pop(server, None)
                 files = await self._write_for(server, version)
             # Without the trainer held: loading takes as long as the server needs, and training continues meanwhile.
             response = await self._try_load(server, version, files)
@@ -164,7 +165,7 @@ class WeightSync(PolicyServers):
         # Before a server has the new weights: what they sample may not be taken for verified in any process.
         await self.run.pool.settle()
         async with (
-            self._broadcast([each.client for each in ready], version) as broadcast,
+            self._broadcast([each.client for each in ready], version, submitted=self.submitted) as broadcast,
             asyncio.TaskGroup() as group,
         ):
             updates = [
@@ -216,7 +217,11 @@ class WeightSync(PolicyServers):
 
     @asynccontextmanager
     async def _broadcast(
-        self, servers: Sequence[VllmClient], version: PolicyVersion, verified_names: Sequence[str] = ()
+        self,
+        servers: Sequence[VllmClient],
+        version: PolicyVersion,
+        verified_names: Sequence[str] = (),
+        submitted: Submission | None = None,
     ) -> AsyncIterator[Broadcast]:
         """Send the weights to servers in the background of the block, which calls `update_server` for each server.
 
@@ -226,11 +231,12 @@ class WeightSync(PolicyServers):
             servers: those to send to; `_join` has found their routes.
             version: the trainer's version.
             verified_names: names of all tensors, if servers are only to compare the weights with their live ones.
+            submitted: notes when each server begins to receive.
 
         Raises:
             ServiceDiedError: the trainer is gone.
         """
-        self.submitted = submitted = Submission("servers")
+        submitted = submitted or Submission("servers")
         self._route_report.log_new_routes()
         # Taken out until the transfer has succeeded: a link that broke must not be used again.
         routes: Mapping[VllmClient, SendTarget] = {server: self._routes.pop(server)[1] for server in servers}

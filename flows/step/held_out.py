@@ -24,7 +24,7 @@ from rollmill.tasks.rollout.admission import EVALUATION, SlotTicket
 from rollmill.tasks.rollout.environment import Example
 from rollmill.tasks.rollout.environment_calls import fetch_problem
 from rollmill.tasks.rollout.task import RolloutChunk, StepSampler
-from rollmill.tasks.rollout.trajectory import TrajectoryRequest
+from rollmill.tasks.rollout.trajectory import NO_VERSION, TrajectoryRequest
 from rollmill.tasks.rollout.trajectory_requests import group_deadline, sampling_seed, split_chunks
 from rollmill.tasks.score.scoring import Scoring, select_scorable
 from rollmill.tasks.store.attempts import short_id
@@ -96,6 +96,11 @@ async def finish_evaluation(run: Run, version: int, after: Sequence[object] = ()
         # Without quote, Prefect would search all that a run consists of for the results of tasks.
         await evaluate_held_out(quote(run), version, quote(work), quote(failures), wait_for=after)
     _say_failed(run, version, failures, len(work))
+    if work and not await asyncio.to_thread(is_evaluated, run, version):
+        say(
+            f"evaluation of version {version} is incomplete: servers got the next version while they sampled it; `rollmill evaluate "
+            f"{run.folder.location} --version {version}` completes it if the version has a checkpoint"
+        )
     if run.sinks is not None:
         for point in await asyncio.to_thread(lambda: list(evaluation_points(run.folder, version))):
             # Sinks drop points that they have, so an evaluation that was stored before may be sent again.
@@ -264,7 +269,13 @@ def _by_environment(
 async def _score_and_store(
     run: Run, scoring: Scoring, version: int, rollouts: Rows, failures: FailureWatch
 ) -> None:
-    """Score rollouts and store each with its score, or its error, in the data set `evaluations`."""
+    """Score rollouts and store each with its score, or its error, in the data set `evaluations`.
+
+    What another version sampled is left out: a server that failed may return with the next one.
+    """
+    rollouts = rows_where_in(rollouts, "policy_version_last", (version, NO_VERSION))
+    if not rollouts.num_rows:
+        return
     with run.store.writer.expect_rows():
         rows = await _score(scoring, version, rollouts, failures)
     await run.store.writer.append("evaluations", rows, version=version)

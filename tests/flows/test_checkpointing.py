@@ -12,6 +12,7 @@ from prefect.logging import disable_run_logger
 
 from rollmill.flows.policies.checkpointing import Checkpointing
 from rollmill.flows.policies.run_policy import RunPolicy
+from rollmill.flows.policies.sync_report import SyncReport
 from rollmill.flows.step.step_collection import collect_step
 from rollmill.flows.step.step_groups import store_batch
 from rollmill.tasks.errors import (
@@ -179,6 +180,45 @@ async def test_a_trainer_that_fails_while_it_is_brought_back_is_restarted_again(
         trainer.deaths, trainer.failed_starts = list(deaths), failed_starts
         await policy.train(0, "")
     assert trainer.starts == 1 + deaths[1:].count(True) + failed_starts
+
+
+class Servers:
+    """Note which versions they get."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+        self.parity = self
+
+    async def note_trainer_before(self, version: PolicyVersion) -> None:
+        pass
+
+    async def note_servers_before(self, version: PolicyVersion) -> None:
+        pass
+
+    async def update(self, version: PolicyVersion, *, only_name: bool) -> list[SyncReport]:
+        self.versions.append(version.version)
+        return []
+
+
+async def test_servers_keep_their_version_until_the_sync_when_a_trainer_dies(tmp_path: Path) -> None:
+    """An evaluation may be sampling from them."""
+    async with train_policy(tmp_path) as (policy, trainer):
+        policy._servers = servers = Servers()
+        policy.trained.current = PolicyVersion(policy._run.id, 1, 0)
+        trainer.deaths = [True, False]
+        await policy.train(0, "")
+        assert (policy.trained.version, servers.versions) == (1, [])
+
+
+async def test_a_trainer_that_dies_while_a_run_is_restored_is_restarted(tmp_path: Path) -> None:
+    async with train_policy(tmp_path, max_restarts=3) as (policy, trainer):
+        trainer.deaths, trainer.failed_starts = [True, True, False], 1
+        assert await policy.restore() == 1
+    assert trainer.starts == 3
+    async with train_policy(tmp_path / "other") as (policy, trainer):
+        trainer.deaths = [True, True]
+        with pytest.raises(ServiceDiedError, match="after 1 restarts in a row"):
+            await policy.restore()
 
 
 async def test_a_trainer_that_never_starts_again_ends_the_run(tmp_path: Path) -> None:

@@ -9,7 +9,12 @@ import pytest
 from planned_run import PlannedSampler, PlannedScoring, open_planned_run
 from prefect.logging import disable_run_logger
 
-from rollmill.flows.step.held_out import evaluate_prompts, plan_held_out, redo_failed_scores
+from rollmill.flows.step.held_out import (
+    evaluate_prompts,
+    is_evaluated,
+    plan_held_out,
+    redo_failed_scores,
+)
 from rollmill.flows.step.lost_trajectories import FailureWatch
 from rollmill.tasks.errors import RequestError
 from rollmill.tasks.rollout.admission import EVALUATION
@@ -52,6 +57,22 @@ async def test_failed_scores_of_held_out_answers_are_redone_and_nothing_is_sampl
     assert "version 0: 3 of 6 trajectories failed, which count as reward 0; see rollmill inspect" in said
     assert "--evaluations --status failed,unscored" in said
     assert not [each for each in verify_run(run.folder).findings if "evaluations" in str(each)]
+
+
+async def test_answers_that_another_version_sampled_are_not_stored(
+    tmp_path: Path,
+) -> None:
+    """As those of a server that failed and came back with the next version while an evaluation ran."""
+    sampler = PlannedSampler({LOST: RequestError("no")})
+    sampler.versions = {GREEDY: 0, SAMPLED: 1}
+    async with open_planned_run(tmp_path, sampler, PlannedScoring(), **SETTINGS) as run:
+        requests = await plan_held_out(run, 0)
+        watch = FailureWatch(0, len(requests), 1.0, lambda: logging.getLogger("test"))
+        with run.admission.request_slots(len(requests), (0, EVALUATION)) as tickets:
+            await evaluate_prompts.fn((run, requests, tickets, watch), 0, 0)
+        rows = read(run.folder, "evaluations", version=0)
+        assert set(rows["sample"].to_pylist()) == {GREEDY, LOST}
+        assert not is_evaluated(run, 0)
 
 
 async def test_failed_scores_of_an_environment_that_a_fork_no_longer_has_stay(tmp_path: Path) -> None:

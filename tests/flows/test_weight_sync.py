@@ -20,7 +20,13 @@ from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.policies.server_parity import Openings, ServedRun
 from rollmill.flows.policies.sync_report import RouteReport, SyncReport, progress_line, sync_metrics
 from rollmill.flows.policies.weight_sync import WeightSync
-from rollmill.tasks.errors import ConfigError, RequestError, RequestsHeldError, TransientRequestError
+from rollmill.tasks.errors import (
+    ConfigError,
+    RequestError,
+    RequestsHeldError,
+    SyncError,
+    TransientRequestError,
+)
 from rollmill.tasks.observe.spans import Recorder, recording, span
 from rollmill.tasks.rollout.environments.addition import Addition
 from rollmill.tasks.serve.policy_version import PolicyVersion
@@ -236,6 +242,8 @@ async def test_a_sync_records_how_soon_all_servers_started_and_how_far_apart(fle
     assert (last.name, last.value) == ("submit/last_start_s", pytest.approx(1e-9 * booked.duration_ns))
     assert 0.0 <= skew.value < last.value
     assert fleet.servers.submitted.n_started == 3
+    await fleet.servers._verify_whole(fleet.services[0], AT[0])
+    assert fleet.servers.submitted.n_started == 3, "of the transfer to all"
 
 
 async def test_the_wait_for_the_reference_values_is_in_the_lanes_of_the_servers_and_attributed_to_the_trainer(
@@ -541,11 +549,22 @@ async def test_a_server_that_still_has_the_weights_is_admitted_without_a_transfe
     fleet = fleet_of(1)
     await fleet.servers.update(AT[1])
     server = fleet.services[0]
-    fleet.servers.failed[server] = "it was away"
     server.orders.clear()
+    await fleet.servers.fail(server, "it was away")
     await fleet.servers.rejoin(server, fleet.hold)
     assert not server.orders
     assert fleet.admitted == {"http://0"}
+    # What it has is not known once it begins to load other weights.
+    await fleet.servers.fail(server, "it was away")
+    fleet.at, server.failing["files"] = AT[2], RequestError("500 the old weights serve: stalled")
+    server.failing["tcp"] = RequestError("500 the old weights serve: stalled")
+    with pytest.raises(SyncError):
+        await fleet.servers.rejoin(server, fleet.hold)
+    fleet.at = AT[1]
+    server.failing.clear()
+    server.orders.clear()
+    await fleet.servers.rejoin(server, fleet.hold)
+    assert server.orders
 
 
 async def test_a_sync_that_is_cancelled_uses_its_links_no_more(fleet_of) -> None:
@@ -678,6 +697,8 @@ def test_progress_names_version_servers_bytes_and_seconds() -> None:
 
 def test_metrics_of_a_sync_are_sums_and_worst_cases() -> None:
     reports = [
+        # It got the version's name alone.
+        SyncReport("c"),
         SyncReport("a", 10, 1.0, 0.5, 0.1, LogprobDifferences(1e-7, 1e-6, 1e-6), slope=0.9, whole_bytes=40),
         SyncReport(
             "b",
@@ -695,7 +716,7 @@ def test_metrics_of_a_sync_are_sums_and_worst_cases() -> None:
     assert values == {
         "sync/sent_bytes": 20.0,
         "sync/sent_share": 0.25,
-        "sync/servers": 2.0,
+        "sync/servers": 3.0,
         "sync/transfer_s": 3.0,
         "sync/held_s": 0.5,
         "sync/parity_s": 0.3,

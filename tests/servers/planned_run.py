@@ -48,10 +48,11 @@ Act = float | asyncio.Event | Exception
 
 
 class PlannedSampler:
-    """Answers after a sample's seconds, or once something has happened, or raises its error."""
+    """Answers after a sample's seconds, or once something has happened, or raises its error; by its policy version, 0 by default."""
 
     def __init__(self, plan: dict[int, Act] | None = None) -> None:
         self.plan = plan or {}
+        self.versions: dict[int, int] = {}
         self.sampled: list[int] = []
 
     async def sample(self, work: TrajectoryRequest, token_ids: np.ndarray, until: float) -> SampledTokens:
@@ -64,7 +65,8 @@ class PlannedSampler:
         else:
             await asyncio.sleep(act)
         ids = np.array([9, 1], np.int32)
-        return SampledTokens(ids, np.array([-0.5, -0.25], np.float32), [(0, 0)], "stop", "http://server")
+        spans = [(0, self.versions.get(work.sample, 0))]
+        return SampledTokens(ids, np.array([-0.5, -0.25], np.float32), spans, "stop", "http://server")
 
 
 class PlannedScoring:
