@@ -43,7 +43,7 @@ async def evaluate(
     Returns:
         Reward and accuracy, in words.
     """
-    check_config(config)
+    check_config(config, trains=False)
     folder = run_folder(run_name, config)
     version = await asyncio.to_thread(choose_version, folder, version)
     samples = not await asyncio.to_thread(is_complete, folder, version)

@@ -68,7 +68,7 @@ async def check_start(run_name: str, config: RunConfig, *, samples: bool = True,
         RunFinishedError, RunMismatchError: the run cannot be resumed with these settings.
     """
     with span("checking"):
-        check_config(config)
+        check_config(config, trains=trains)
         if trains:
             check_sampling(config)
         if samples:

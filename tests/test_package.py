@@ -1,5 +1,6 @@
 """What `pip install rollmill` brings: types, a licence, a version, and no other top-level package."""
 
+import subprocess
 import tarfile
 import zipfile
 from email.parser import Parser
@@ -10,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rollmill.flows.cli import app
+from rollmill.flows.project import uv_install
 
 ROOT = Path(__file__).parents[1]
 
@@ -53,3 +55,21 @@ def test_the_source_distribution_has_what_the_wheel_is_made_of(
     modules = {name.removeprefix("rollmill/") for name in wheel.namelist() if name.endswith(".py")}
     assert {name for name in modules if name != "__init__.py"} <= files
     assert {"pyproject.toml", "LICENSE", "README.md"} <= files
+
+
+@pytest.mark.parametrize(
+    ("build", "has_gpu", "is_cpu"),
+    [("cuda", False, False), ("cpu", True, True), ("", True, False), ("", False, True)],
+)
+def test_torch_is_of_the_build_that_was_asked_for(
+    build: str, has_gpu: bool, is_cpu: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An image for GPUs is made on a machine without one."""
+    run = list[str]()
+    compiled = subprocess.CompletedProcess([], 0, "torch==2.11.0\n", "")
+    monkeypatch.setattr(uv_install, "has_gpu", lambda: has_gpu)
+    monkeypatch.setattr(uv_install, "run_uv", lambda *words: run.extend(words))
+    monkeypatch.setattr(uv_install.subprocess, "run", lambda *_, **__: compiled)
+    (tmp_path / "constraints.txt").write_text("torch==2.11.0\n")
+    uv_install.install(tmp_path, tmp_path / "constraints.txt", ["vllm"], build=build)
+    assert ("--torch-backend" in run) == is_cpu

@@ -19,15 +19,23 @@ Rule = tuple[str, bool, str]
 MOST_STALENESS = 32
 
 
-def check_config(config: RunConfig) -> None:
-    """Refuse settings that contradict each other; ConfigError names the first."""
+def check_config(config: RunConfig, *, trains: bool = True) -> None:
+    """Refuse settings that contradict each other; ConfigError names the first.
+
+    Args:
+        config: all settings.
+        trains: False where nothing is trained, so that settings of training may have any value.
+    """
     _check_rules(config, _environments_rules(config))
     _check_rules(config, _executor_rules(config))
-    of_environment = (_model_rules, _rollout_rules, _overlong_rules, _reference_rules)
+    of_environment = (_model_rules, _rollout_rules, _overlong_rules, *([_reference_rules] if trains else ()))
     for name, each in environment_configs(config).items():
         with name_environment(config, name):
             _check_rules(each, (rule for rules in of_environment for rule in rules(each)))
-    _check_rules(config, [*_serve_rules(config), *_trainer_rules(config)])
+    _check_rules(config, _serve_rules(config))
+    if not trains:
+        return
+    _check_rules(config, _trainer_rules(config))
     # The trainer checks its settings with these too, so they raise instead of returning errors.
     check_objective(config.train)
     check_offload(config.train)

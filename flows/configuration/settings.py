@@ -98,14 +98,18 @@ def _check_new_environment(name: str, entry: object, known: Sequence[str]) -> No
         raise ConfigError(f"environments.{name}", "", remedy)
 
 
-def validate(values: dict[str, Any]) -> RunConfig:
+def validate(values: dict[str, Any], *, trains: bool = True) -> RunConfig:
     """Make a RunConfig of settings, with all checks, also those between several stages' settings.
+
+    Args:
+        values: the settings by section and name.
+        trains: False where nothing is trained, as for `check_config`.
 
     Raises:
         ConfigError: names the first wrong field, its value and what is allowed.
     """
     config = parse_settings(RunConfig, values)
-    check_config(config)
+    check_config(config, trains=trains)
     return config
 
 

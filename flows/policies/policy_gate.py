@@ -196,10 +196,12 @@ class PolicyGate:
             "start_model": {**values.get("start_model", {}), "steps": 0},
             # Servers that run already have another policy, and it cannot be seen which.
             "serve": {**values.get("serve", {}), "urls": []},
+            # An evaluation needs no actors, which need servers that run already.
+            "executor": {},
             "retrain": {},
             "steps": 1,
         }
-        config = validate({**values, **changed})
+        config = validate({**values, **changed}, trains=False)
         stored = config.model_dump(mode="json")
         # A run is resumed under the same fixed settings alone.
         fixed = {name: get_setting(stored, name, None) for name in find_fixed_settings()}

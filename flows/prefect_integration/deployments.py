@@ -38,12 +38,13 @@ def preset(name: str, overrides: Sequence[str] = (), flow: str = "post-train") -
         `config`: the preset's settings, as the flow's form has them; `folder`: the working folder; `engine`: the command
         that runs a flow in this environment.
     """
-    config: StageConfig = load(name, tuple(overrides))
+    loaded = load(name, tuple(overrides))
+    config: StageConfig = loaded
+    # The sections as they are, which know what was set and what this machine chose.
     if flow == "rescore":
-        sections = config.model_dump(mode="json", include={"score", "store", "observe"})
-        config = RescoreConfig.model_validate(sections)
+        config = RescoreConfig(score=loaded.score, store=loaded.store, observe=loaded.observe)
     if flow == "annotate":
-        config = AnnotateConfig.model_validate(config.model_dump(mode="json", include={"serve", "store"}))
+        config = AnnotateConfig(serve=loaded.serve, store=loaded.store)
     return {"config": FORMS[flow].values(config), "folder": str(Path.cwd()), "engine": ENGINE}
 
 
@@ -84,7 +85,7 @@ def render_deployments(document: dict[str, Any], pool: str, overrides: Sequence[
         document: the contents of prefect.yaml; not changed.
         pool: process, docker or kubernetes: a name of definitions.pools. Deployments keep their work queues; build steps that
             name a pool name this one.
-        overrides: key=value, appended to the overrides of the other build steps.
+        overrides: key=value, appended to the overrides of Rollmill's other build steps.
 
     Raises:
         ConfigError: definitions.pools has no such name.
@@ -102,7 +103,7 @@ def _place_deployment(
 ) -> dict[str, Any]:
     """Return a deployment in the work pool `place`, with the overrides in its build steps; its work queue stays the same."""
     steps = [
-        {name: _step(arguments, place, overrides) for name, arguments in step.items()}
+        {name: _step(name, arguments, place, overrides) for name, arguments in step.items()}
         for step in deployment.get("build") or ()
     ]
     own = deployment.get("work_pool") or {}
@@ -110,7 +111,10 @@ def _place_deployment(
     return deployment | {"build": steps, "work_pool": work_pool}
 
 
-def _step(arguments: Mapping[str, Any], place: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def _step(name: str, arguments: Any, place: Mapping[str, Any], overrides: Sequence[str]) -> Any:
+    """Return the arguments of a build step in the work pool `place`, with the overrides; steps that are not Rollmill's stay as they are."""
+    if not name.startswith("rollmill."):
+        return arguments
     if "pool" in arguments:
         return {**arguments, "pool": place["name"]}
     return {**arguments, "overrides": [*arguments.get("overrides", ()), *overrides]}

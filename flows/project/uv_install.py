@@ -23,6 +23,7 @@ def install(
     packages: Sequence[str],
     absent: Sequence[str] = (),
     *,
+    build: str = "",
     quiet: bool = False,
 ) -> None:
     """Install packages; uv prints its progress on standard error.
@@ -32,6 +33,7 @@ def install(
         constraints: file with pinned versions; None: none.
         packages: requirements, and options of `uv pip install`.
         absent: packages that are left out although others require them.
+        build: of torch, cpu or cuda; empty: cuda on a machine with an NVIDIA GPU, otherwise cpu.
         quiet: print only errors.
 
     Raises:
@@ -45,7 +47,7 @@ def install(
             override.write_text("".join(f'{each} ; sys_platform == "never"\n' for each in absent))
             options += ["--override", str(override)]
         if constraints:
-            options += ["--constraint", str(constraints), *_torch_options(constraints)]
+            options += ["--constraint", str(constraints), *_torch_options(constraints, build)]
         run_uv("pip", "install", "--python", str(python), *options, *packages)
 
 
@@ -89,10 +91,10 @@ def _pip_find_links() -> str:
     return ",".join(found[1].replace("\\n", " ").split()) if found else ""
 
 
-def _torch_options(constraints: Path) -> list[str]:
-    """Return the option for torch's CPU build, unless there is a GPU, or the find-links have that build."""
+def _torch_options(constraints: Path, build: str) -> list[str]:
+    """Return the option for torch's CPU build, unless the CUDA build is wanted, or the find-links have the other."""
     pins = [line for line in constraints.read_text().splitlines() if line.startswith("torch==")]
-    if not pins or has_gpu():
+    if not pins or (build or ("cuda" if has_gpu() else "cpu")) == "cuda":
         return []
     compiled = subprocess.run(
         [find_uv(), "pip", "compile", "--quiet", "--no-deps", "--no-annotate", "--no-header", "-"],

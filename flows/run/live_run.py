@@ -157,7 +157,7 @@ def _open_store(name: str, config: RunConfig, *, adds: bool, trains: bool) -> Op
         fixed = {
             setting: default
             for setting, default in find_fixed_settings().items()
-            if manifest.trains or setting.partition(".")[0] not in unread
+            if setting.partition(".")[0] not in ({"retrain"} if manifest.trains else unread)
         }
         check_immutable(folder.location, manifest.config, settings, fixed)
         # The run may be finished, which `OpenRun.open` would refuse.

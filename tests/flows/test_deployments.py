@@ -14,7 +14,7 @@ from prefect.utilities.schema_tools.validation import validate
 from prefect.workers.utilities import get_default_base_job_template_for_infrastructure_type
 
 from rollmill.flows import cli
-from rollmill.flows.prefect_integration.deployments import render_deployments
+from rollmill.flows.prefect_integration.deployments import preset, render_deployments
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.processes.python_child import python_command
 
@@ -156,6 +156,26 @@ def test_a_deployment_of_another_flow_without_build_steps_is_placed_too() -> Non
     placed = render_deployments(document, "process")["deployments"]
     assert [each["work_pool"]["name"] for each in placed] == ["rollmill", "rollmill"]
     assert [each["build"] for each in placed] == [[], []]
+
+
+def test_build_steps_that_are_not_rollmills_stay_as_they_are() -> None:
+    shell = {"prefect.deployments.steps.run_shell_script": {"id": "made", "script": "make"}}
+    own = {"name": "mine", "entrypoint": "mine.py:mine", "build": [shell, {"mine.prepare": None}]}
+    placed = render_deployments(DOCUMENT | {"deployments": [own]}, "process", ["steps=2"])["deployments"]
+    assert placed[0]["build"] == own["build"]
+
+
+def test_a_deployed_teacher_has_the_number_format_of_the_machine_that_runs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "own.yaml").write_text(
+        "model: m\nrollout: {environment: addition}\nscore: {scorer: addition}\n"
+    )
+    assert "dtype" not in preset("own", flow="annotate")["config"]["advanced"]["serve"]
+    given = preset("own", ("serve.dtype=float32",), "annotate")
+    assert given["config"]["advanced"]["serve"]["dtype"] == "float32"
 
 
 @pytest.mark.parametrize("words", [["deploy"], ["run", "quickstart", "--deployment"]])

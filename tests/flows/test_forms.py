@@ -1,22 +1,29 @@
 """The run form of each flow: what people change first, the rest as advanced, nothing that the flow does not read."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect import Flow
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import validate
+from stored_policies import begin_run
 
 from rollmill.flows.annotate import annotate
 from rollmill.flows.collect import collect
 from rollmill.flows.configuration.config import AnnotateConfig, RescoreConfig, RunConfig
 from rollmill.flows.configuration.forms import FORMS, merge_advanced
+from rollmill.flows.configuration.rules import check_config
 from rollmill.flows.configuration.settings import load, settings
 from rollmill.flows.evaluate import evaluate
 from rollmill.flows.post_train import post_train
 from rollmill.flows.rescore import rescore
 from rollmill.flows.retrain import retrain
+from rollmill.flows.run.live_run import _open_store
+from rollmill.tasks.errors import ConfigError, RunMismatchError
+from rollmill.tasks.store.folders import RunFolder
+from rollmill.tasks.store.run.manifest import read_manifest
 
 FLOWS: list[Flow[..., Any]] = [post_train, collect, evaluate, retrain, rescore, annotate]
 CONFIGS = {rescore: RescoreConfig, annotate: AnnotateConfig}
@@ -123,3 +130,34 @@ def test_what_the_machine_decides_is_left_to_the_machine_that_runs() -> None:
     assert advanced["train"]["dtype"] == "float32"
     assert "dtype" not in advanced["serve"]
     assert advanced["serve"]["request_timeout_s"] == RunConfig().serve.request_timeout_s
+
+
+@pytest.mark.parametrize("flow", ["collect", "evaluate"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model=m", "start_model.steps=0", "serve.max_model_len=16384", "train.micro_batch_tokens=16384"),
+        ("score.advantage=zero", "train.kl.coef=1", "train.kl.reference=frozen", "train.kl.model=m"),
+    ],
+)
+def test_settings_of_training_that_a_form_hides_refuse_no_flow_that_trains_nothing(
+    flow: str, words: tuple[str, ...]
+) -> None:
+    shown = FORMS[flow].values(load("quickstart", words))
+    config = RunConfig.model_validate(merge_advanced(shown))
+    with pytest.raises(ConfigError, match="train"):
+        check_config(config)
+    check_config(config, trains=False)
+
+
+def test_a_retrained_run_is_evaluated_with_the_form_which_has_no_sources(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    begin_run(run, tmp_path / "model", 2, 1, retrain={"sources": ["/other"]})
+    stored = read_manifest(run).config
+    stored["store"]["root"] = str(tmp_path)
+    shown = FORMS["evaluate"].values(RunConfig.model_validate(stored))
+    config = RunConfig.model_validate(merge_advanced(shown))
+    _open_store("run", config, adds=True, trains=True).close()
+    other = config.model_copy(update={"seed": 7})
+    with pytest.raises(RunMismatchError, match="seed"):
+        _open_store("run", other, adds=True, trains=True)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,6 +105,26 @@ def test_a_worse_policy_is_blocked_with_the_reason_and_not_promoted(
     assert status == 1
     assert "is blocked: sampled reward: -0.1" in said
     assert Path("policies/production").resolve() == first.local
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {
+            "retrain": {"sources": ["/other"]},
+            "train": {"kl": {"reference": "stored", "teacher": "big", "coef": 1.0}},
+        },
+        {"retrain": {"sources": ["/other"]}, "train": {"replay_routing": True}},
+        {"retrain": {"sources": ["/other"]}, "train": {"ranks": 400}},
+        {"executor": {"kind": "ray", "address": "head:6379"}, "serve": {"urls": ["http://h:1"]}},
+    ],
+)
+def test_settings_that_an_evaluation_does_not_read_block_no_policy(
+    workfolder: Path, settings: dict[str, Any]
+) -> None:
+    policy = make_policy(workfolder, "first", GOOD, **settings)
+    promote(policy, PolicyAlias("policies/production"))
+    assert Path("policies/production").resolve() == policy.local
 
 
 @pytest.mark.parametrize("unscored", ["candidate", "production"])
