@@ -191,7 +191,7 @@ _SCORED = (
     _column(
         "components",
         pa.large_string(),
-        "JSON: {scorer: reward} of the terms of a weighted sum; {} if it is none",
+        "JSON: {name: number} of the components that the scorer gave, of a weighted sum {scorer: weighted reward}; {} for none",
     ),
     _SUBGROUP,
     _column("duration_s", pa.float64(), "duration of scoring", unit="s"),
@@ -341,7 +341,7 @@ SCHEMAS: Mapping[str, pa.Schema] = {
         _column("policy_version", pa.int32(), "policy version evaluated"),
         _column("greedy", pa.bool_(), "True: temperature 0; False: sampled"),
         _column("reward", pa.float64(), "reward; NaN when it could not be scored"),
-        _column("components", pa.large_string(), "JSON: {scorer: reward} of the terms of a weighted sum"),
+        _column("components", pa.large_string(), "components, as in scores; {} without a score"),
     ),
     "metrics": _schema(
         "metrics",
