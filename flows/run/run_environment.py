@@ -9,6 +9,7 @@ from pathlib import Path
 from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.configuration.environments import environment_configs, group_shares, name_environment
 from rollmill.tasks.observe.metrics import ALL, Metric
+from rollmill.tasks.processes.machine import allow_open_files
 from rollmill.tasks.rollout.chat_tokenizer import ChatTokenizer
 from rollmill.tasks.rollout.completions import PoolSampler
 from rollmill.tasks.rollout.environment import Environment
@@ -62,6 +63,8 @@ async def open_environments(
     Raises:
         ConfigError: one does not fit the run's stored states, or has too few prompts.
     """
+    # Their requests and sandboxes are hundreds at once.
+    allow_open_files()
     configs, shares = environment_configs(config), group_shares(config)
     scorings = await _open_scorings(configs, run, stack)
     opened = []

@@ -1,5 +1,6 @@
 """The machine that a process runs on."""
 
+import resource
 import socket
 from pathlib import Path
 
@@ -8,6 +9,18 @@ STORE_FD_ENV = "ROLLMILL_STORE_FD"
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _PROCESSES = Path("/proc/self/ns/pid")
+
+
+# More than requests and sandboxes need; some programs look at every number up to the limit.
+_MOST_FILES = 1 << 16
+
+
+def allow_open_files() -> None:
+    """Let this process open as many files as the machine allows it: each request and each pipe is one, and shells often set 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if resource.RLIM_INFINITY != soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def machine_id() -> str:

@@ -54,15 +54,22 @@ class Bubblewrap:
         self._process: asyncio.subprocess.Process | None = None
         self._folder = ""
         self._is_over = False
+        self._one_at_a_time = asyncio.Lock()
 
     async def run(
         self, command: Sequence[str], stdin: bytes = b"", timeout_s: float | None = None
     ) -> Finished:
         """Run a command in /tmp and return how it ended; all processes that it started are ended too.
 
+        A command that runs is waited for.
+
         Raises:
             SandboxError: the sandbox cannot be started, or has ended.
         """
+        async with self._one_at_a_time:
+            return await self._run(command, stdin, timeout_s)
+
+    async def _run(self, command: Sequence[str], stdin: bytes, timeout_s: float | None) -> Finished:
         if self._is_over:
             raise SandboxError("the sandbox has ended")
         timeout_s = self._config.timeout_s if timeout_s is None else min(timeout_s, self._config.timeout_s)
@@ -95,14 +102,14 @@ class Bubblewrap:
                 await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def _start(self) -> asyncio.subprocess.Process:
-        if self._config.unsafe:
-            self._folder = tempfile.mkdtemp(prefix="rollmill-unsafe-")
-            command = _first_process(self._config, sys.base_prefix, 0)
-            environment = _variables(self._config, sys.base_prefix, self._folder)
-        else:
-            command, environment = sandbox_command(self._config), {}
-        with pass_filter(command) as (words, descriptors):
-            try:
+        try:
+            if self._config.unsafe:
+                self._folder = tempfile.mkdtemp(prefix="rollmill-unsafe-")
+                command = _first_process(self._config, sys.base_prefix, 0)
+                environment = _variables(self._config, sys.base_prefix, self._folder)
+            else:
+                command, environment = sandbox_command(self._config), {}
+            with pass_filter(command) as (words, descriptors):
                 return await asyncio.create_subprocess_exec(
                     *words,
                     stdin=subprocess.PIPE,
@@ -113,8 +120,8 @@ class Bubblewrap:
                     pass_fds=descriptors,
                     start_new_session=True,
                 )
-            except OSError as error:
-                raise SandboxError(f"{words[0]} cannot be started: {error}") from error
+        except OSError as error:
+            raise SandboxError(f"the sandbox cannot be started: {error}") from error
 
     async def _read_error(self, process: asyncio.subprocess.Process) -> str:
         if process.stderr is None:
@@ -193,9 +200,15 @@ def sandbox_command(
         words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         words += ["--unshare-user"]
+    words += ["--proc", "/proc", "--dev", "/dev"]
+    # Zeros as from /dev/zero, of which a shared mapping would be memory that no limit counts.
+    words += ["--dev-bind", "/dev/full", "/dev/zero"]
+    # Before what may be below them.
+    for size, place in ((config.memory_bytes, HOME), (SHARED_BYTES, "/dev/shm")):
+        words += ["--perms", "1777", "--size", str(size), "--tmpfs", place]
     visible = visible_paths(config, prefix)
     # Folders that bubblewrap makes on the way are for their owner alone.
-    above = {parent for path in visible for parent in Path(path).parents} - {Path("/")}
+    above = {parent for path in visible for parent in Path(path).parents} - {Path("/"), Path(HOME)}
     for folder in sorted(map(str, above)):
         words += ["--perms", "0755", "--dir", folder]
     for path in visible:
@@ -205,11 +218,6 @@ def sandbox_command(
             words += ["--symlink", str(top.readlink()), str(top)]
         elif top.is_dir():
             words += ["--ro-bind", str(top), str(top)]
-    words += ["--proc", "/proc", "--dev", "/dev"]
-    # Zeros as from /dev/zero, of which a shared mapping would be memory that no limit counts.
-    words += ["--dev-bind", "/dev/full", "/dev/zero"]
-    for size, place in ((config.memory_bytes, HOME), (SHARED_BYTES, "/dev/shm")):
-        words += ["--perms", "1777", "--size", str(size), "--tmpfs", place]
     words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", HOME, "--clearenv"]
     for name, value in _variables(config, prefix, HOME).items():
         words += ["--setenv", name, value]

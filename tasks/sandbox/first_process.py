@@ -6,14 +6,13 @@ A request on standard input is `REQUEST`, the words of the command joined by NUL
 is `ANSWER`, the standard output and the standard error of the command. At the end of its standard input the process ends, and
 with it, as process 1 of its namespace, whatever else runs there. After each command all other processes are killed.
 
-The commands are not trusted. They cannot send signals to process 1 of their namespace, and cannot read or trace it, because it is
-not dumpable.
+The commands are not trusted. The kernel keeps their signals from process 1 of their namespace, which handles none; they cannot read or
+trace it, because it is not dumpable.
 """
 
 import _socket
 import ctypes
 import errno
-import math
 import os
 import resource
 import select
@@ -63,7 +62,7 @@ class RunningCommand:
         ours_err, theirs_err = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            _become(words, (theirs_in, theirs_out, theirs_err), timeout_s)
+            _become(words, (theirs_in, theirs_out, theirs_err))
         for descriptor in (theirs_in, theirs_out, theirs_err):
             os.close(descriptor)
         self.pidfd = os.pidfd_open(self.pid)
@@ -85,6 +84,7 @@ class RunningCommand:
             left_s = self.began + self.timeout_s - time.monotonic()
             events = dict(poll.poll(max(0, min(LOOK_MS, left_s * 1000))))
             if 0 in events:
+                end_processes(self.pid)
                 sys.exit(0)
             for descriptor in events.keys() & self.open:
                 self._pass_on(descriptor)
@@ -134,7 +134,7 @@ class RunningCommand:
             os.close(descriptor)
 
 
-def _become(words: list[bytes], streams: tuple[int, int, int], timeout_s: float) -> None:
+def _become(words: list[bytes], streams: tuple[int, int, int]) -> None:
     """Become the command, in the forked process; never returns."""
     try:
         for number, descriptor in enumerate(streams):
@@ -142,7 +142,6 @@ def _become(words: list[bytes], streams: tuple[int, int, int], timeout_s: float)
         os.setsid()
         os.nice(NICENESS)
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        limit(resource.RLIMIT_CPU, math.ceil(timeout_s) + 1)
         os.execvp(words[0], words)
     except OSError as error:
         os.write(2, b"cannot run %s: %s\n" % (words[0], os.strerror(error.errno or 0).encode()))
@@ -242,9 +241,13 @@ def give_up_rights(uid: int, memory_bytes: int, max_processes: int) -> None:
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     prctl = ctypes.CDLL(None, use_errno=True).prctl
-    if prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) or prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+    is_first = os.getpid() == 1
+    # Outside of a separate namespace it ends at the end of its input, once it has ended the command.
+    if prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) or (
+        is_first and prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ):
         raise OSError(ctypes.get_errno(), "prctl")
-    if os.getpid() == 1:
+    if is_first:
         # The kernel counts the processes of a user, of a namespace of users where there is one. This process is one more.
         limit(resource.RLIMIT_NPROC, max_processes + 1)
     limit(resource.RLIMIT_DATA, memory_bytes)
@@ -280,6 +283,8 @@ def write_all(content: bytes) -> None:
 
 def main() -> None:
     """Handle requests until the end of standard input."""
+    # Python's handler would let commands end process 1.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     uid, memory_bytes, max_processes, max_files, output_bytes = map(int, sys.argv[1:])
     give_up_rights(uid, memory_bytes, max_processes)
     buffer_bytes = read_buffer()

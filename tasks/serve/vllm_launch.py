@@ -1,6 +1,7 @@
 """How a vLLM server is launched: its command line and its environment."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -36,6 +37,12 @@ PLUGIN_REMEDY = (
     "vLLM has not loaded Rollmill's plugin: install this version of rollmill in the environment that holds vLLM "
     "(pip install --no-deps), and have VLLM_PLUGINS name rollmill"
 )
+# Options that multiply a server's GPUs, and their short forms.
+_PARALLEL = {
+    "--tensor-parallel-size": "-tp",
+    "--pipeline-parallel-size": "-pp",
+    "--prefill-context-parallel-size": "-pcp",
+}
 # Prints the versions of vLLM's builds in the environment that runs it; importing vLLM itself takes many seconds.
 _PRINT_VERSIONS = """
 import importlib.metadata, json
@@ -145,14 +152,16 @@ def vllm_environment(
 
 
 def gpus_per_server(config: ServeConfig) -> int:
-    """Return how many GPUs a launched server computes with: its tensor times its pipeline parallelism, from serve.extra_args."""
+    """Return how many GPUs a launched server computes with: the product of what serve.extra_args has in _PARALLEL, as vLLM counts."""
     words = [word.replace("_", "-") for each in config.extra_args for word in each.split("=", 1)]
-    sizes = {"tensor": 1, "pipeline": 1}
+    sizes = dict.fromkeys(_PARALLEL, 1)
     for word, after in pairwise(words):
-        for kind, short in (("tensor", "-tp"), ("pipeline", "-pp")):
-            if word in (f"--{kind}-parallel-size", short) and after.isdecimal():
-                sizes[kind] = int(after)
-    return sizes["tensor"] * sizes["pipeline"]
+        for option, short in _PARALLEL.items():
+            # argparse accepts abbreviations.
+            is_meant = word == short or (len(word) > len("--") and option.startswith(word))
+            if is_meant and after.isdecimal():
+                sizes[option] = int(after)
+    return math.prod(sizes.values())
 
 
 def has_plugin_failure(log: str) -> bool:

@@ -158,6 +158,8 @@ def test_prometheus_reads_the_last_value_of_each_metric_until_the_run_ends() -> 
     sink.write(step(0, **{"train/loss": 0.5}))
     sink.write(Point(EVALUATION, 0, {"evaluation/reward": 0.25}))
     sink.write(step(1, **{"train/loss": 0.75, "train/ratio/max/verifiers:a": 1.5}))
+    # A checkpoint of the step before took longer than a step.
+    sink.write(Point("apart", 0, {"train/checkpoint_s": 2.0}))
     assert sink.has(STEP, 1)
     assert not sink.has(STEP, 2)
     lines = httpx.get(page).text.splitlines()

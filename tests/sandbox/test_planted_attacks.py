@@ -222,9 +222,54 @@ async def test_files_stay_until_the_sandbox_ends_and_processes_end_with_their_co
 
 async def test_a_program_cannot_end_the_first_process_or_answer_for_it() -> None:
     async with open_sandbox("sandbox", CONFIG) as sandbox:
-        script = "kill -9 1; kill -STOP 1; kill -9 -1; for i in /proc/*/fd/*; do echo forged > $i; done"
+        script = "for i in $(seq 64); do kill -$i 1; done; kill -9 -1; for i in /proc/*/fd/*; do echo forged > $i; done"
         await sandbox.run(["sh", "-c", script])
         assert (await sandbox.run(["echo", "alive"])).stdout == b"alive\n"
+
+
+async def test_a_signal_that_the_first_process_could_handle_does_not_end_it() -> None:
+    async with open_sandbox("sandbox", CONFIG) as sandbox:
+        await sandbox.run(["python3", "-c", "import os, signal; os.kill(1, signal.SIGINT)"])
+        assert (await sandbox.run(["echo", "alive"])).stdout == b"alive\n"
+
+
+async def test_commands_that_are_given_at_once_run_one_after_another() -> None:
+    async with open_sandbox("sandbox", CONFIG) as sandbox:
+        script = "test -e running && echo both; touch running; sleep 0.2; rm running"
+        both = await asyncio.gather(*(sandbox.run(["sh", "-c", script]) for _ in range(2)))
+    assert [each.stdout for each in both] == [b"", b""]
+
+
+async def test_seconds_of_cpu_have_no_limit_since_those_of_all_threads_add_up() -> None:
+    assert (await run("sh", "-c", "ulimit -t")).stdout == b"unlimited\n"
+
+
+def test_a_folder_below_tmp_can_be_given(tmp_path: Path) -> None:
+    (tmp_path / "library").write_text("there")
+    tmp_path.chmod(0o755)
+    config = CONFIG.model_copy(update={"paths": (str(tmp_path),)})
+    script = f"cat {tmp_path}/library; touch /tmp/own && echo ' ' own; touch {tmp_path}/new"
+    finished = asyncio.run(run("sh", "-c", script, config=config))
+    assert finished.stdout == b"there  own\n"
+    assert [each.name for each in tmp_path.iterdir()] == ["library"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["closed", "killed"])
+def test_an_unsafe_command_ends_with_its_sandbox(ending: str) -> None:
+    program = UNSAFE_OWNER if ending == "closed" else OWNER.replace("timeout_s", "unsafe=True, timeout_s")
+    program = program.replace("setsid sleep", "sleep")
+    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == b"ready\n"
+    wait_until(lambda: len(find_sleepers()) >= 2)
+    if ending == "killed":
+        owner.kill()
+    else:
+        assert owner.stdout.readline() == b"closed\n"
+    wait_until(lambda: not find_sleepers(), timeout_s=10.0)
+    owner.kill()
+    owner.wait()
 
 
 @pytest.mark.slow
@@ -269,6 +314,25 @@ async def main():
         await sandbox.run(["true"])
         print("ready", flush=True)
         await sandbox.run(["sh", "-c", "setsid sleep 86399.5 & sleep 86399.5"])
+
+asyncio.run(main())
+"""
+
+
+UNSAFE_OWNER = """\
+import asyncio
+from rollmill.tasks.sandbox.config import SandboxConfig
+from rollmill.tasks.sandbox.sandbox import open_sandbox
+
+async def main():
+    async with open_sandbox("sandbox", SandboxConfig(unsafe=True, timeout_s=1000)) as sandbox:
+        await sandbox.run(["true"])
+        print("ready", flush=True)
+        command = asyncio.create_task(sandbox.run(["sh", "-c", "sleep 86399.5 & sleep 86399.5"]))
+        await asyncio.sleep(2.0)
+        command.cancel()
+    print("closed", flush=True)
+    await asyncio.sleep(1000)
 
 asyncio.run(main())
 """

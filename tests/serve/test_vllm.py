@@ -93,6 +93,9 @@ def test_a_server_sees_the_gpus_that_it_was_assigned_and_else_those_that_we_see(
         (("--tensor-parallel-size", "4"), 4),
         (("--tensor_parallel_size=2", "-pp", "2"), 4),
         (("-tp", "8", "--max-num-seqs", "512"), 8),
+        (("--tensor-parallel", "2", "--pipeline=3"), 6),
+        (("--prefill-context-parallel-size", "2", "-tp", "2"), 4),
+        (("--", "2"), 1),
     ],
 )
 def test_a_server_computes_with_as_many_gpus_as_its_arguments_say(

@@ -36,7 +36,9 @@ class PrometheusSink(Collector):
         self._written.add((point.marker, point.step))
         self._values |= {_prometheus_name(name): value for name, value in point.values.items()}
         of = "policy_version" if point.marker.startswith("evaluation/") else "step"
-        self._values[f"rollmill_{of}"] = float(point.step)
+        # A checkpoint's figures come when it is written, after those of later steps.
+        newest = max(float(point.step), self._values.get(f"rollmill_{of}", 0.0))
+        self._values[f"rollmill_{of}"] = newest
 
     def end(self, how: RunEnd) -> None:
         self._server.shutdown()
