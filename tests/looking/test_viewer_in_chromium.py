@@ -206,6 +206,27 @@ def test_filters_that_change_faster_than_the_server_answers_leave_the_rows_of_th
     page.unroute_all()
 
 
+def test_all_rows_that_a_table_asks_for_at_once_are_shown(small: Open) -> None:
+    page = small("/")
+
+    asked = set[int]()
+
+    def shrink(route: Route) -> None:
+        answer, posted = route.fetch(), route.request.post_data or ""
+        asked.update(map(int, re.findall(r'"startRow":(\d+)', posted)))
+        text = re.sub(r'("cacheBlockSize": ?)100', r"\g<1>10", answer.text())
+        route.fulfill(response=answer, body=text)
+
+    page.route("**/_dash-update-component*", shrink)
+    page = small("/trajectories?sort=trajectory")
+    expect(page.locator("#count")).to_have_text("48 trajectories")
+    names = page.locator(".ag-pinned-left-cols-container .ag-cell[col-id=trajectory]")
+    assert names.count() > 20
+    expect(names.get_by_text(re.compile(r"\d+\.\d+"))).to_have_count(names.count())
+    assert {0, 10, 20} <= asked
+    page.unroute_all()
+
+
 def test_tokens_are_coloured_by_the_chosen_column_and_show_their_numbers(small: Open) -> None:
     page = small("/trajectory/5.0")
     token = page.locator("#painted span").nth(8)

@@ -47,7 +47,8 @@ def make_grid(columns: Sequence[Column], sort: str = "", links: Mapping[str, str
     options = {
         "cacheBlockSize": ROWS_AT_ONCE,
         "maxBlocksInCache": 20,
-        # Dash drops the answer to a request when the next one begins. With a limit, a table would wait for two of them forever.
+        # Dash drops the answer to a request when the next one begins, which `ask_in_turn` of viewer.js prevents but for new filters.
+        # With a limit, a table would wait for two dropped ones forever.
         "maxConcurrentDatasourceRequests": 0,
         "infiniteInitialRowCount": 1,
         "noRowsOverlayComponentParams": {},

@@ -165,9 +165,43 @@
     return [...shown, entry({ className: "given" }, "not sampled")];
   }
 
+  let round = 0;
+
+  // Dash answers only the last of several requests: blocks of rows that a table needs at once are asked for one after another. A new
+  // order or filter, and new rows, begin a round, which waits for no request of an earlier one.
+  function ask_in_turn(source) {
+    if (source.asks_in_turn) return;
+    source.asks_in_turn = true;
+    const ask = source.getRows;
+    let sent = null;
+    let asked_for = "";
+    let waiting = [];
+    const send = (params) => {
+      sent = params;
+      if (params) ask(params);
+    };
+    source.getRows = (params) => {
+      const answer = params.successCallback;
+      params.successCallback = (rows, count) => {
+        answer(rows, count);
+        // The last one is nearest to what is looked at.
+        if (sent === params) send(waiting.pop() || null);
+      };
+      const wanted = round + JSON.stringify(params.sortModel);
+      if (sent && wanted === asked_for) {
+        waiting.push(params);
+        return;
+      }
+      asked_for = wanted;
+      waiting = [];
+      send(params);
+    };
+  }
+
   // A table whose filter changes starts at the top.
   async function ask_again(asked) {
     const api = await window.dash_ag_grid.getApiAsync("grid");
+    round += 1;
     if (api.getDisplayedRowCount()) api.ensureIndexVisible(0, "top");
     api.purgeInfiniteCache();
     return window.dash_clientside.no_update;
@@ -175,14 +209,19 @@
 
   // A table reloads its visible rows when new rows are stored, and keeps its scroll position.
   async function look_again(revision) {
-    if (document.getElementById("grid")) (await window.dash_ag_grid.getApiAsync("grid")).refreshInfiniteCache();
+    if (document.getElementById("grid")) {
+      const api = await window.dash_ag_grid.getApiAsync("grid");
+      round += 1;
+      api.refreshInfiniteCache();
+    }
     return window.dash_clientside.no_update;
   }
 
   // The order that a heading was clicked to is part of the address.
-  function note_order(request) {
+  async function note_order(request) {
     const unchanged = window.dash_clientside.no_update;
     if (!request) return unchanged;
+    ask_in_turn((await window.dash_ag_grid.getApiAsync("grid")).getGridOption("datasource"));
     const [order] = request.sortModel || [];
     const address = new URL(window.location.href);
     if (order) address.searchParams.set("sort", (order.sort === "desc" ? "-" : "") + order.colId);
