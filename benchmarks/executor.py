@@ -139,6 +139,7 @@ async def open_shared(
         artifacts=RunArtifacts(config.observe, opened.folder, 1),
         environments=environments,
         admission=admission,
+        held_out_admission=admission,
         pool=pool,
         task_runs=Unrecorded(),
         remote=remote,

@@ -98,6 +98,7 @@ class Run(TrainingRun):
     Attributes:
         environments: one, or several in the order of their names.
         admission: limits the trajectories in flight.
+        held_out_admission: limits those of evaluations, which this process plays; `admission` unless others play the groups.
         pool: the vLLM servers that may be asked.
         task_runs: runs rollout and score tasks, as task runs in Prefect or not.
         redo_failed: sample failed trajectories of unfinished steps again, and score again what the scorer failed on.
@@ -109,6 +110,7 @@ class Run(TrainingRun):
 
     environments: tuple[RunEnvironment, ...]
     admission: Admission
+    held_out_admission: Admission
     pool: ServerPool
     task_runs: TaskRunRecorder
     redo_failed: bool = False
@@ -308,14 +310,16 @@ async def open_run(
             own = environments[0].scoring
             await asyncio.to_thread(store.keep_scorer, own.key, own.description, is_own=True)
         remote, is_remote = None, config.executor.kind == "ray" and not adds
-        admission = Admission(count_slots(config) if is_remote else rollout.max_in_flight)
+        admission = held_out_admission = Admission(rollout.max_in_flight)
         if is_remote:
+            admission = Admission(count_slots(config))
             shared = SharedRun(config, store, pool, admission, environments[0].scoring.key)
             remote = await stack.enter_async_context(open_ray_executor(shared, opened.model))
         run = Run(
             **{each.name: getattr(opened, each.name) for each in fields(opened)},
             environments=environments,
             admission=admission,
+            held_out_admission=held_out_admission,
             pool=pool,
             task_runs=TaskRunRecorder(
                 choose_task_runs(config.observe, rollout.groups_per_step), opened.recording

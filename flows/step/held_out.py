@@ -4,6 +4,7 @@ import asyncio
 import math
 from bisect import bisect_right
 from collections.abc import Awaitable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
@@ -101,10 +102,14 @@ async def finish_evaluation(run: Run, version: int, after: Sequence[object] = ()
             f"evaluation of version {version} is incomplete: servers got the next version while they sampled it; `rollmill evaluate "
             f"{run.folder.location} --version {version}` completes it if the version has a checkpoint"
         )
+    await _send_points(run, version)
+
+
+async def _send_points(run: Run, version: int, *, is_new: bool = False) -> None:
+    """Send a version's figures to the sinks, which drop points that they have, unless these are new."""
     if run.sinks is not None:
         for point in await asyncio.to_thread(lambda: list(evaluation_points(run.folder, version))):
-            # Sinks drop points that they have, so an evaluation that was stored before may be sent again.
-            run.sinks.put(point)
+            run.sinks.put(replace(point, is_new=is_new))
 
 
 def _say_failed(run: Run, version: int, failures: FailureWatch, n: int) -> None:
@@ -136,6 +141,7 @@ async def redo_failed_scores(run: Run) -> None:
         _say_failed(run, version, failures, failed.num_rows)
         kept = rows_without(stored, "trajectory_id", column_values(failed, "trajectory_id"))
         await run.store.writer.replace("evaluations", concat_rows(kept, *redone), version=version)
+        await _send_points(run, version, is_new=True)
 
 
 @task(
@@ -153,7 +159,7 @@ async def evaluate_held_out(
     async def evaluate_chunk(number: int, chunk: Sequence[TrajectoryRequest]) -> None:
         with (
             within(lane=f"evaluate.{version}/{number}"),
-            run.admission.request_slots(len(chunk), (version, EVALUATION)) as tickets,
+            run.held_out_admission.request_slots(len(chunk), (version, EVALUATION)) as tickets,
         ):
             # A task run that waits for a slot would look in Prefect as if it were sampling.
             await tickets[0].wait()
@@ -238,7 +244,7 @@ async def evaluate_prompts(
                 for environment, places in _by_environment(run, requests):
                     sampler = StepSampler(
                         environment.player,
-                        run.admission,
+                        run.held_out_admission,
                         run.id,
                         version,
                         store_rollouts=partial(score_and_store, environment.held_out_scoring),

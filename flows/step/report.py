@@ -67,7 +67,8 @@ async def report_step(
     run.progress.step_done(
         step,
         reward=reward,
-        tokens_per_s=n_tokens / collected.seconds,
+        # What an earlier process stored took other seconds.
+        tokens_per_s=max(0.0, n_tokens - collected.stored_tokens) / collected.seconds,
         seconds=seconds,
         dropped=", ".join(filter(None, (replayed, drop_line(dropped), cut))),
     )

@@ -37,7 +37,7 @@ from rollmill.tasks.score.scoring import select_scorable
 from rollmill.tasks.score.task import ScoreWork
 from rollmill.tasks.store.rows import Rows, column_values, concat_rows, sort_rows
 from rollmill.tasks.store.run.group_ranges import group_numbers
-from rollmill.tasks.store.run.step_plan import GroupPlan, plan_new_group
+from rollmill.tasks.store.run.step_plan import Attempt, GroupPlan, plan_new_group
 
 
 class CollectedStep:
@@ -52,9 +52,10 @@ class CollectedStep:
         seconds: from the start of its first group to the end of its last one.
         few_left_ns: time from which servers had few requests; see StepCollection.
         task_run_id: of the step's task run in Prefect; empty if it has none.
+        stored_tokens: sampled tokens of its rollouts that an earlier process stored.
     """
 
-    __slots__ = ("__weakref__", "few_left_ns", "outcomes", "seconds", "step", "task_run_id")
+    __slots__ = ("__weakref__", "few_left_ns", "outcomes", "seconds", "step", "stored_tokens", "task_run_id")
 
     def __init__(
         self,
@@ -63,8 +64,9 @@ class CollectedStep:
         seconds: float,
         few_left_ns: int,
         task_run_id: str = "",
+        stored_tokens: int = 0,
     ) -> None:
-        self.step, self.outcomes, self.seconds = step, outcomes, seconds
+        self.step, self.outcomes, self.seconds, self.stored_tokens = step, outcomes, seconds, stored_tokens
         self.few_left_ns, self.task_run_id = few_left_ns, task_run_id
 
 
@@ -110,7 +112,8 @@ async def collect_step(run: Run, step: int) -> CollectedStep:
     if lacking := refills.lacking(outcomes):
         say(lacking)
     seconds = time.perf_counter() - started
-    return CollectedStep(step, outcomes, seconds, collection.few_left_ns, task_run.id or "")
+    n_stored = sum(sum(each.rollouts.column("n_completion_tokens").to_pylist()) for each in plan.groups)
+    return CollectedStep(step, outcomes, seconds, collection.few_left_ns, task_run.id or "", n_stored)
 
 
 def _list_uncounted(run: Run, group: int) -> Collection[str]:
@@ -212,13 +215,15 @@ class GroupCollection:
             with run.admission.request_slots(len(attempts), (self._step, ROLLOUT)) as tickets:
                 if tickets:
                     await tickets[0].wait()
+                if attempts or unscored:
+                    # Before the group's time limit starts.
+                    await run.recording.hold_back()
                 started, chunks = time.perf_counter(), self._split(work, tickets)
                 if stored.num_rows:
                     # Prefect draws no edge from another flow run's task, so a resumed run has a rollout task for stored rollouts.
                     chunks.append(GroupChunk(StoredChunk(work.trim(stored))))
                 try:
                     if attempts or unscored:
-                        await run.recording.hold_back()
                         async with run.task_runs.watch_group(self._step, self._group, self._summaries):
                             async with asyncio.TaskGroup() as fan_out:
                                 for number, chunk in enumerate(chunks):
@@ -244,11 +249,17 @@ class GroupCollection:
     def _split(self, work: GroupWork, tickets: Sequence[SlotTicket]) -> list["GroupChunk"]:
         """Split what is to be sampled, and the slots, into one chunk for each rollout task, and start the group's time limit."""
         config = self._environment.config.rollout
-        deadline = group_deadline(GROUP_TIMEOUT_RATIO * config.trajectory_timeout_s)
-        size = config.trajectories_per_task
+        timeout_s = GROUP_TIMEOUT_RATIO * config.trajectory_timeout_s
+        deadline, size = group_deadline(timeout_s), config.trajectories_per_task
         parts = zip(split_chunks(self._plan.to_sample, size), split_chunks(tickets, size), strict=True)
         return [
-            GroupChunk(work.rollout(attempts, granted, deadline), granted[0], deadline)
+            GroupChunk(
+                TaggedChunk(work, attempts, granted, timeout_s)
+                if self._run.config.observe.rollout_tags
+                else work.rollout(attempts, granted, deadline),
+                granted[0],
+                deadline,
+            )
             for attempts, granted in parts
         ]
 
@@ -317,6 +328,22 @@ class GroupCollection:
         self._run.pool.forget(self._group)
         rows = concat_rows(*self._rollouts), concat_rows(*self._scores)
         return await store_group_outcomes(self._run, self._step, self._plan, *rows, duration_s)
+
+
+# Not a dataclass: Prefect searches the fields of dataclasses among a task's parameters.
+class TaggedChunk:
+    """Trajectories whose time limit starts with their task run, which may wait in Prefect for others with its tag."""
+
+    __slots__ = ("_attempts", "_group", "_tickets", "_timeout_s")
+
+    def __init__(
+        self, group: GroupWork, attempts: Sequence[Attempt], tickets: Sequence[SlotTicket], timeout_s: float
+    ) -> None:
+        self._group, self._attempts, self._tickets, self._timeout_s = group, attempts, tickets, timeout_s
+
+    async def sample(self) -> SampledChunk:
+        deadline = group_deadline(self._timeout_s)
+        return await self._group.rollout(self._attempts, self._tickets, deadline).sample()
 
 
 @dataclass(frozen=True, slots=True)

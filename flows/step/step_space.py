@@ -26,7 +26,9 @@ class StepSpace:
         self._config = run.config
         self._trains = run.store.manifest.trains
         first = checkpoint_bytes(run.model, run.config.train)
-        self._space = DiskSpaceGuard(run.folder, MIN_FREE_BYTES, first)
+        # Steps are collected ahead of training.
+        n_open = max(1, run.config.rollout.max_staleness)
+        self._space = DiskSpaceGuard(run.folder, MIN_FREE_BYTES, first, n_open=n_open)
 
     async def check(self, step: int, *, is_collected: bool = False) -> None:
         """Raise DiskSpaceError if the disk lacks room for a step; call it before collecting and before training the step.

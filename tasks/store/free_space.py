@@ -1,7 +1,7 @@
 """Disk space: a step begins only if the disk has room for what it is expected to store."""
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rollmill.tasks.errors import DiskSpaceError
@@ -18,14 +18,6 @@ from rollmill.tasks.store.run.resume import list_complete_checkpoints
 # The next step is expected to store as much as the largest of so many steps before it.
 LOOKED_AT = 5
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-
-
-def estimate_rows(stored: Mapping[int, int], step: int) -> int:
-    """Estimate the bytes of a step's rows: those of the largest of the five steps before it, given the bytes by step.
-
-    Example: estimate_rows({0: 9, 4: 5, 5: 7}, 6) is 7: step 0 is not among the last five steps.
-    """
-    return max((size for each, size in stored.items() if step - LOOKED_AT <= each < step), default=0)
 
 
 def check_room(
@@ -57,6 +49,7 @@ class DiskSpaceGuard:
         folder: folder of the run.
         reserve_bytes: bytes that must stay free.
         first_checkpoint_bytes: expected size of the run's first checkpoint; later ones are as large as the last.
+        n_open: number of steps before one that begins that may still grow.
         free: returns the free bytes at a folder.
     """
 
@@ -65,10 +58,12 @@ class DiskSpaceGuard:
         folder: RunFolder,
         reserve_bytes: int,
         first_checkpoint_bytes: int,
+        *,
+        n_open: int = 1,
         free: Callable[[Path], int] = free_bytes_at,
     ) -> None:
         self._folder, self._reserve, self._first = folder, reserve_bytes, first_checkpoint_bytes
-        self._free = free
+        self._n_open, self._free = n_open, free
         self._stored: dict[int, int] = {}
 
     def check(self, step: int, *, due: Sequence[int] = (), is_collected: bool = False) -> None:
@@ -84,18 +79,23 @@ class DiskSpaceGuard:
             StoreError: what is stored cannot be listed.
         """
         checkpoint = self._checkpoint_bytes(due) if due else 0
-        rows = 0 if is_collected else estimate_rows(self._bytes_by_step(step), step)
+        rows = 0 if is_collected else self._largest_step_bytes(step)
         free = self._free(self._folder.local)
         check_room(self._folder, step, free, rows=rows, checkpoint=checkpoint, reserve=self._reserve)
 
-    def _bytes_by_step(self, step: int) -> dict[int, int]:
-        """Return the stored bytes of the last five steps before `step`, by step; earlier steps may be included."""
+    def _largest_step_bytes(self, step: int) -> int:
+        """Return the stored bytes of the largest of the last five steps before `step`; with steps that may still grow, of as many more."""
+        open_from = max(0, step - self._n_open)
+        finished = range(max(0, open_from + 1 - LOOKED_AT), open_from)
         # A finished step does not grow, so it is looked up once; on S3 each look-up is a list request per data set.
-        for each in range(max(0, step - LOOKED_AT), step - 1):
+        for each in finished:
             if each not in self._stored:
                 self._stored[each] = self._step_bytes(each)
-        last = {step - 1: self._step_bytes(step - 1)} if step else {}
-        return self._stored | last
+        sizes = [
+            *(self._stored[each] for each in finished),
+            *(self._step_bytes(each) for each in range(open_from, step)),
+        ]
+        return max(sizes, default=0)
 
     def _step_bytes(self, step: int) -> int:
         files = open_files(self._folder)

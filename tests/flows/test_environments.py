@@ -292,7 +292,7 @@ async def test_each_environment_is_evaluated_with_its_prompts_samples_and_temper
         assert temperatures == {(0.0, 0): 5, **{(0.5, n): 2 for n in (1, 2, 3, 4)}, (0.7, 1): 3}
         assert not is_evaluated(run, 0)
         failures = FailureWatch(0, len(requests), 1.0, lambda: logging.getLogger("test"))
-        with run.admission.request_slots(len(requests), (0, EVALUATION)) as tickets:
+        with run.held_out_admission.request_slots(len(requests), (0, EVALUATION)) as tickets:
             await evaluate_prompts.fn((run, requests, tickets, failures), 0, 0)
         assert is_evaluated(run, 0)
         rows = read(run.folder, "evaluations", version=0).to_pylist()

@@ -3,6 +3,7 @@
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +12,15 @@ from prefect.logging import disable_run_logger
 
 from rollmill.flows.step.held_out import (
     evaluate_prompts,
+    finish_evaluation,
     is_evaluated,
     plan_held_out,
     redo_failed_scores,
 )
 from rollmill.flows.step.lost_trajectories import FailureWatch
 from rollmill.tasks.errors import RequestError
+from rollmill.tasks.observe.sinks.metric_sinks import Point, RunEnd
+from rollmill.tasks.observe.sinks.sink_process import Feed
 from rollmill.tasks.rollout.admission import EVALUATION
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.reader import read
@@ -35,7 +39,7 @@ async def test_failed_scores_of_held_out_answers_are_redone_and_nothing_is_sampl
     async with open_planned_run(tmp_path, failing, broken, **SETTINGS) as run:
         requests = await plan_held_out(run, 0)
         watch = FailureWatch(0, len(requests), 1.0, lambda: logging.getLogger("test"))
-        with run.admission.request_slots(len(requests), (0, EVALUATION)) as tickets:
+        with run.held_out_admission.request_slots(len(requests), (0, EVALUATION)) as tickets:
             await evaluate_prompts.fn((run, requests, tickets, watch), 0, 0)
         before = read(run.folder, "evaluations", version=0)
     assert set(before["error_type"].to_pylist()) == {"ScoreError", "RequestError"}
@@ -68,11 +72,47 @@ async def test_answers_that_another_version_sampled_are_not_stored(
     async with open_planned_run(tmp_path, sampler, PlannedScoring(), **SETTINGS) as run:
         requests = await plan_held_out(run, 0)
         watch = FailureWatch(0, len(requests), 1.0, lambda: logging.getLogger("test"))
-        with run.admission.request_slots(len(requests), (0, EVALUATION)) as tickets:
+        with run.held_out_admission.request_slots(len(requests), (0, EVALUATION)) as tickets:
             await evaluate_prompts.fn((run, requests, tickets, watch), 0, 0)
         rows = read(run.folder, "evaluations", version=0)
         assert set(rows["sample"].to_pylist()) == {GREEDY, LOST}
         assert not is_evaluated(run, 0)
+
+
+class Sink:
+    """Has every point, as one that a run sent before."""
+
+    def __init__(self) -> None:
+        self.written: list[Point] = []
+
+    def has(self, marker: str, step: int) -> bool:
+        return True
+
+    def write(self, point: Point) -> None:
+        self.written.append(point)
+
+    def end(self, how: RunEnd) -> None:
+        pass
+
+
+async def test_sinks_get_the_figures_of_redone_scores_although_they_have_earlier_ones(tmp_path: Path) -> None:
+    sink = Sink()
+    feed = Feed("sink", lambda: sink, lambda *failure: pytest.fail(str(failure)))
+    sinks = SimpleNamespace(put=lambda point: feed.add([point]))
+    broken = PlannedScoring(statuses={SAMPLED: "failed"})
+    async with open_planned_run(tmp_path, PlannedSampler(), broken, **SETTINGS) as run:
+        requests = await plan_held_out(run, 0)
+        watch = FailureWatch(0, len(requests), 1.0, lambda: logging.getLogger("test"))
+        with run.held_out_admission.request_slots(len(requests), (0, EVALUATION)) as tickets:
+            await evaluate_prompts.fn((run, requests, tickets, watch), 0, 0)
+    async with open_planned_run(tmp_path, PlannedSampler(), PlannedScoring(), **SETTINGS) as run:
+        followed = replace(run, sinks=sinks)  # type: ignore[arg-type]
+        with disable_run_logger():
+            await finish_evaluation(followed, 0)
+            assert not sink.written
+            await redo_failed_scores(followed)
+    (point,) = sink.written
+    assert (point.step, point.values["evaluation/reward"]) == (0, 1.5)
 
 
 async def test_failed_scores_of_an_environment_that_a_fork_no_longer_has_stay(tmp_path: Path) -> None:
@@ -80,7 +120,7 @@ async def test_failed_scores_of_an_environment_that_a_fork_no_longer_has_stay(tm
     async with open_planned_run(tmp_path, PlannedSampler(), broken, **SETTINGS) as run:
         requests = await plan_held_out(run, 0)
         watch = FailureWatch(0, len(requests), 1.0, lambda: logging.getLogger("test"))
-        with run.admission.request_slots(len(requests), (0, EVALUATION)) as tickets:
+        with run.held_out_admission.request_slots(len(requests), (0, EVALUATION)) as tickets:
             await evaluate_prompts.fn((run, requests, tickets, watch), 0, 0)
         before = read(run.folder, "evaluations", version=0)
     async with open_planned_run(tmp_path, PlannedSampler(), PlannedScoring(), **SETTINGS) as run:

@@ -1,5 +1,6 @@
 """The collection of a group, with a sampler and a scorer that follow a plan."""
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,9 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from planned_run import GROUP_SIZE, Act, PlannedSampler, PlannedScoring, diary, open_planned_run, read_stored
+from planned_run import (
+    GROUP_SIZE,
+    Act,
+    Diary,
+    PlannedSampler,
+    PlannedScoring,
+    diary,
+    open_planned_run,
+    read_stored,
+)
 
 from rollmill.flows.policies.checkpointing import drop_old_routing
+from rollmill.flows.prefect_integration.recording import Recording
+from rollmill.flows.prefect_integration.task_runs import RecordedWork
 from rollmill.flows.run.live_run import Run
 from rollmill.flows.step import step_collection
 from rollmill.flows.step.lost_trajectories import (
@@ -25,6 +37,7 @@ from rollmill.flows.step.step_groups import plan_groups
 from rollmill.tasks.errors import FailedShareError, RequestError
 from rollmill.tasks.rollout.environments.guess import Guess
 from rollmill.tasks.rollout.episode import SampledTokens
+from rollmill.tasks.rollout.task import RolloutWork, SampledChunk
 from rollmill.tasks.rollout.trajectory import TrajectoryRequest
 from rollmill.tasks.score.group_outcomes import NOT_WHOLE, GroupOutcome
 from rollmill.tasks.store.expert_routing import read_routing
@@ -106,6 +119,31 @@ async def test_a_straggler_is_cancelled_and_the_group_continues_without_it(
     assert (first["status"], first["error_type"]) == ("cancelled", "Deadline")
     assert {row["status"] for row in rest} == {"complete"}
     assert [survivor.sample for survivor in outcome.survivors] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("tags", [(), ("gpu",)])
+async def test_what_a_group_waits_for_in_prefect_is_no_part_of_its_time_limit(
+    tmp_path: Path, tags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(Diary):
+        """Prefect lets a task run with a tag wait for others."""
+
+        def rollout(self, chunk: RolloutWork, *others: Any) -> RecordedWork[SampledChunk]:
+            async def wait() -> SampledChunk:
+                await asyncio.sleep(0.5 if tags else 0.0)
+                return await chunk.sample()
+
+            return self._write_down("rollout", wait)
+
+    async def hold_back(_: Recording) -> None:
+        await asyncio.sleep(0.5)
+
+    monkeypatch.setattr(step_collection, "GROUP_TIMEOUT_RATIO", 0.003)
+    monkeypatch.setattr(Recording, "hold_back", hold_back)
+    settings = {"rollout": {"trajectory_timeout_s": 100.0}, "observe": {"rollout_tags": tags}}
+    async with open_planned_run(tmp_path, PlannedSampler(), PlannedScoring(), **settings) as run:
+        await collect_group(replace(run, task_runs=Slow()))
+        assert {row["status"] for row in read_stored(run, "rollouts")} == {"complete"}
 
 
 async def test_only_missing_trajectories_are_sampled_and_only_unscored_ones_are_scored(

@@ -18,6 +18,7 @@ from rollmill.flows.run.live_run import Run
 from rollmill.flows.step.lost_trajectories import FailureWatch
 from rollmill.flows.step.step_collection import GroupCollection, StepCollection
 from rollmill.flows.step.step_groups import plan_groups
+from rollmill.tasks.serve.server_pool import ServerChange
 from rollmill.tasks.store.reader import read
 from rollmill.tasks.store.rows import no_rows
 
@@ -33,10 +34,10 @@ class Handle:
     """A handle of an actor, as Ray gives one."""
 
     def __init__(self, actor: GroupActor) -> None:
-        self.do, self._actor = self, actor
+        self.do, self.actor = self, actor
 
     def remote(self, *arguments: Any) -> "asyncio.Future[bytes]":
-        return asyncio.ensure_future(self._actor.do(*arguments))
+        return asyncio.ensure_future(self.actor.do(*arguments))
 
 
 @contextmanager
@@ -67,6 +68,22 @@ def start_actor(run: Run, folder: Path) -> RemoteActor:
     )
     with keep_output():
         return RemoteActor(RAY, Handle(GroupActor(start)), "a", 0, store)
+
+
+async def test_changes_of_servers_while_an_actor_opens_come_after_those_that_it_opens_with(
+    tmp_path: Path,
+) -> None:
+    admitted = ServerChange("admit", "http://a", "")
+    opening = [admitted, ServerChange("mark_unverified", "http://a", "", "r:1:5")]
+    async with open_planned_run(tmp_path, PlannedSampler(), PlannedScoring()) as run:
+        actor = start_actor(run, tmp_path)
+        opened = asyncio.ensure_future(actor.call("open", opening))
+        while not hasattr(actor.handle.actor, "_pool"):  # noqa: ASYNC110 - nothing tells it
+            await asyncio.sleep(0)
+        await actor.handle.actor.change_servers([admitted])
+        await opened
+        assert actor.handle.actor._pool.changes == [admitted]
+        await actor.call("close", 0)
 
 
 async def test_scores_of_an_actor_are_read_also_after_the_flow_has_replaced_failed_ones(

@@ -210,7 +210,8 @@ async def open_planned_run(
                     )
                     for name, own in environment_configs(config).items()
                 ),
-                admission=Admission(config.rollout.max_in_flight),
+                admission=(admission := Admission(config.rollout.max_in_flight)),
+                held_out_admission=admission,
                 pool=ServerPool(),
                 recording=recording,
                 task_runs=Diary(),

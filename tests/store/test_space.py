@@ -5,25 +5,35 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rollmill.tasks.errors import DiskSpaceError
 from rollmill.tasks.store.filesystem import open_files, publish_text
 from rollmill.tasks.store.folders import CHECKPOINT_MARKER, RunFolder, checkpoint_key
-from rollmill.tasks.store.free_space import LOOKED_AT, DiskSpaceGuard, check_room, estimate_rows
+from rollmill.tasks.store.free_space import DiskSpaceGuard, check_room
 from rollmill.tasks.store.shards.writer import RunWriter
 
 RowMaker = Callable[..., pa.RecordBatch]
-SIZES = st.integers(0, 1 << 40)
 
 
-@given(st.dictionaries(st.integers(0, 30), SIZES), st.integers(0, 31))
-def test_the_space_of_a_step_is_that_of_the_largest_recent_step(stored: dict[int, int], step: int) -> None:
-    naive = 0
-    for each in range(step - LOOKED_AT, step):
-        naive = max(naive, stored.get(each, 0))
-    assert estimate_rows(stored, step) == naive
+@pytest.mark.parametrize("n_open", [1, 2, 4, 9])
+async def test_a_step_is_expected_to_be_as_large_as_the_largest_recent_one_also_if_steps_are_collected_ahead(
+    n_open: int, folder: RunFolder, rows: RowMaker
+) -> None:
+    asked = list[int]()
+    space = DiskSpaceGuard(folder, 0, 0, n_open=n_open, free=lambda _: 0)
+    async with RunWriter(open_files(folder), epoch=1, flush_s=0.0) as writer:
+        for step in range(12):
+            if step > n_open:
+                # Looked up while the steps before it have a row, and again when they are whole.
+                with pytest.raises(DiskSpaceError, match=r"and (.*) are needed") as refused:
+                    space.check(step)
+                asked.append(int(float(str(refused.value).split(" and ")[1].split(" kB")[0]) * 1000))
+            await writer.append("rollouts", rows("rollouts", 1, step=step), step=step)
+            if step >= n_open - 1:
+                whole = step - n_open + 1
+                await writer.append("rollouts", rows("rollouts", 500, step=whole), step=whole)
+    assert min(asked) > 10_000
+    assert max(asked) < 1.2 * min(asked)
 
 
 @pytest.mark.parametrize(("free", "is_enough"), [(6_000_000, True), (5_999_999, False)])

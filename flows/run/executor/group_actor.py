@@ -170,6 +170,8 @@ class GroupActor:
         start = self._start
         self._happenings = Happenings()
         self._pool = FollowingPool(self._happenings, self._config, f"actor {start.name}")
+        # Before anything that waits: calls with later changes run while this one does.
+        await self.change_servers(changes)
         with self._record():
             await self._stack.enter_async_context(self._joined)
             self._stack.push_async_callback(self._pool.close)
@@ -190,7 +192,6 @@ class GroupActor:
             self._executor = LocalExecutor(
                 start.run, self._config, environments, self._admission, self._joined.writer
             )
-        await self.change_servers(changes)
         return self._reply(os.getpid())
 
     async def change_servers(self, changes: Changes) -> None:

@@ -148,7 +148,6 @@ class RayExecutor:
         self._changes: set[asyncio.Future[bytes]] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._step = 0
-        n = config.executor.actors
         self._start = ActorStart(
             name="",
             run=self.run,
@@ -156,7 +155,8 @@ class RayExecutor:
             location=store.folder.absolute,
             model=str(model.absolute()),
             settings=config.model_dump_json(),
-            slots=-(-config.rollout.max_in_flight // n),
+            # Rounded down: all actors together play at most so many.
+            slots=max(1, config.rollout.max_in_flight // config.executor.actors),
             path=tuple(str(Path(each).absolute()) for each in sys.path),
             cwd=str(Path.cwd()),
             log="",

@@ -36,11 +36,13 @@ class Point:
         marker: name of one of the values, which no other point of the step has: a sink that has it at a step has the whole point.
         step: the step, or the version of an evaluation.
         values: values by metric name; finite or infinite, none NaN.
+        is_new: True if it is written also to a sink that has an earlier point of the step, whose values are no longer true.
     """
 
     marker: str
     step: int
     values: Mapping[str, float]
+    is_new: bool = False
 
 
 @dataclass(frozen=True, slots=True)

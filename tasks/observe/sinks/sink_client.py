@@ -68,7 +68,7 @@ class SinkClient:
             self._fail("sinks", f"their process {self._process.ended.result()}")
 
     def put(self, point: Point) -> None:
-        """Send a point; one that a sink has already is not written again."""
+        """Send a point; one that a sink has already is not written again, unless it is new."""
         self._send(asdict(point))
 
     def _send(self, values: dict[str, object]) -> None:

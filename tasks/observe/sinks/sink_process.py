@@ -140,7 +140,7 @@ class Feed:
             self._sink = self._sink or self._make()
             while self._waiting:
                 point = self._waiting[0]
-                if not self._sink.has(point.marker, point.step):
+                if point.is_new or not self._sink.has(point.marker, point.step):
                     self._sink.write(point)
                 self._waiting.popleft()
         except Exception as error:  # noqa: BLE001 - whatever a library raises: reported, and tried again
