@@ -67,6 +67,8 @@ async def retrain(run_name: RunName, config: RetrainSettings) -> str:
             # The version that was restored may lack its evaluation.
             with span("evaluate"):
                 await evaluate_if_served(run, restored)
+            if restored.version == 0 and config.train.old_logprobs == "trainer":
+                await score_imported(run, policy, pool)
             # Steps are drawn here without a StepPipeline, which checks the disk in other flows.
             space = StepSpace(run)
             for step in range(restored.version, config.steps):
@@ -87,6 +89,26 @@ async def retrain(run_name: RunName, config: RetrainSettings) -> str:
             await policy.report_spans()
             await report_run(run)
     return run.folder.location
+
+
+@record_span("recomputing")
+async def score_imported(run: TrainingRun, policy: RunPolicy, pool: GroupPool) -> None:
+    """Compute and store the start policy's log-probabilities of all imported trajectories that the run trains on.
+
+    Nobody knows those of the policy that answered. Against the policy before each step, a ratio would let training move away from the
+    answers without a bound; against the start policy, which is the one that answered or the nearest to it, it bounds the whole run.
+    """
+    said = False
+    for step in range(run.config.steps):
+        for origin, ids in await asyncio.to_thread(
+            lambda at: list(pool.list_unsampled(run.config, at)), step
+        ):
+            if not said:
+                say(
+                    "computing the start policy's log-probabilities of imported trajectories, which training starts from"
+                )
+                said = True
+            await policy.score_ahead(step, ids, origin)
 
 
 async def sync_and_evaluate(run: TrainingRun, policy: RunPolicy, trained: TrainedStep) -> Sequence[Metric]:

@@ -13,6 +13,7 @@ from rollmill.flows.configuration.config import RunConfig
 from rollmill.flows.offline.retrain_sources import check_teacher_rows, find_source_steps
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.run_frames import RunFrames
+from rollmill.tasks.rollout.trajectory import NO_VERSION
 from rollmill.tasks.score.group_outcomes import (
     GroupOutcome,
     RolloutOrigin,
@@ -23,7 +24,8 @@ from rollmill.tasks.score.group_outcomes import (
 from rollmill.tasks.score.stored_scores import recompute_advantages
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.group_draw import Order, StoredGroup, draw_groups
-from rollmill.tasks.store.reader import read
+from rollmill.tasks.store.reader import read, read_chosen
+from rollmill.tasks.store.rows import column_values, rows_from_table, rows_where
 from rollmill.tasks.store.run.manifest import read_manifest
 from rollmill.tasks.store.run.run_search import find_run
 from rollmill.tasks.store.run.writable_run import OpenRun
@@ -87,6 +89,23 @@ class GroupPool:
             remedy = f"no group of the sources can be trained on ({why})"
             raise ConfigError("retrain.sources", config.retrain.sources, remedy)
         return cls(tuple(groups), left_out, order)
+
+    def list_unsampled(self, config: RunConfig, step: int) -> Iterator[tuple[RolloutOrigin, list[str]]]:
+        """Yield the trajectories that a step trains on and whose sampler's log-probabilities are not known, by where they are stored.
+
+        Those are the imported ones.
+        """
+        ids: dict[tuple[str, int], list[str]] = {}
+        for stored, outcomes in self.draw(config, step):
+            trained = (survivor.trajectory_id for each in outcomes for survivor, *_ in each.trained)
+            ids.setdefault((stored.source, stored.step), []).extend(trained)
+        for (source, source_step), of_step in ids.items():
+            columns = ["trajectory_id", "policy_version_first"]
+            table = read_chosen(RunFolder(source), "rollouts", of_step, columns, step=source_step)
+            imported = rows_where(rows_from_table(table), "policy_version_first", NO_VERSION)
+            if imported.num_rows:
+                found = [str(each) for each in column_values(imported, "trajectory_id")]
+                yield RolloutOrigin(source, source_step), found
 
     def draw(self, config: RunConfig, step: int) -> list[tuple[StoredGroup, tuple[GroupOutcome, ...]]]:
         """Draw a step's groups with their outcomes, sorted by source and step; the same seed and step draw the same groups."""

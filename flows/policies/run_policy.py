@@ -1,7 +1,7 @@
 """The version of a run's policy in trainer, servers and folder: restored, trained, synced, and recovered after a crash."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from rollmill.tasks.errors import RequestError, ServiceDiedError, ServiceStartEr
 from rollmill.tasks.observe.metrics import Metric
 from rollmill.tasks.observe.span_waits import TimedLock
 from rollmill.tasks.observe.spans import OpenSpan, current_lane, record_span, span, within
+from rollmill.tasks.score.group_outcomes import RolloutOrigin
 from rollmill.tasks.serve.policy_version import PolicyVersion
 from rollmill.tasks.store.staged_rows import remove_staged_rows
 from rollmill.tasks.sync.task import SyncedVersion
@@ -124,6 +125,14 @@ class RunPolicy:
         async with self._still:
             with span("sync"):
                 return await self._update_servers()
+
+    async def score_ahead(self, step: int, trajectory_ids: Sequence[str], origin: RolloutOrigin) -> None:
+        """Have the trainer compute the current version's log-probabilities of another run's rollouts that a later step trains on.
+
+        What is stored is not computed again.
+        """
+        async with self._still:
+            await self._retry_after_restart(lambda: self.trained.score(step, trajectory_ids, origin))
 
     async def train(self, step: int, digest: str) -> StepResult:
         """Train on the stored batch of a step; a launched trainer that dies is restarted and trained from the run's folder.

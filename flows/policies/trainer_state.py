@@ -10,6 +10,7 @@ from rollmill.flows.policies.checkpointing import other_ranks
 from rollmill.flows.prefect_integration.progress import say
 from rollmill.flows.run.live_run import TrainingRun
 from rollmill.flows.run.submission import Submission
+from rollmill.tasks.score.group_outcomes import RolloutOrigin
 from rollmill.tasks.serve.policy_version import PolicyVersion
 from rollmill.tasks.store.folders import RunFolder, checkpoint_key
 from rollmill.tasks.store.run.resume import find_resume_point
@@ -125,8 +126,15 @@ class TrainerState:
         """Set the current version to the one that a step produced."""
         self.current = replace(self.current, version=result.version)
 
-    async def score(self, step: int, trajectory_ids: Sequence[str]) -> None:
-        """Have the trainer compute its log-probabilities of stored rollouts, and store them.
+    async def score(
+        self, step: int, trajectory_ids: Sequence[str], origin: RolloutOrigin | None = None
+    ) -> None:
+        """Have the trainer compute its log-probabilities of stored rollouts that a step trains on, and store them.
+
+        Args:
+            step: the step.
+            trajectory_ids: the rollouts.
+            origin: where they are stored; None: in this run, at `step`, which must be the trainer's.
 
         Raises:
             RollmillError: the trainer is at another step, or gone.
@@ -138,6 +146,8 @@ class TrainerState:
                 run_id=self._run.id,
                 step=step,
                 trajectory_ids=list(trajectory_ids),
+                source=origin.source if origin else "",
+                source_step=origin.step if origin else 0,
             )
         )
         if staged is not None:

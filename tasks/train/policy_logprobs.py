@@ -220,7 +220,7 @@ class PolicyLogprobs:
         for policy, by_id in stored.items():
             with span("recomputing") as computing:
                 found = self._compute(policy, samples, missing[policy])
-                staged += self._stage(policy, samples, found, place)
+                staged += self._stage(policy, samples, found, place, place.step)
                 found = {
                     row: by_id[name] for row, name in enumerate(samples.trajectory_ids) if name in by_id
                 } | found
@@ -237,14 +237,19 @@ class PolicyLogprobs:
         )
         return completed, tuple(staged)
 
-    def compute_old(self, samples: Samples, place: StepRef) -> StagedRows | None:
+    def compute_old(self, samples: Samples, place: StepRef, version: int) -> StagedRows | None:
         """Compute the policy's log-probabilities of all rows, and stage them in a file for the flow to store; a collective.
+
+        Args:
+            samples: the rows.
+            place: run and step that they are staged for.
+            version: the policy's version.
 
         Returns:
             The staged rows; None on other ranks than 0, and without rows to compute.
         """
         (trained,) = samples.split(1)
-        made = self._stage("trainer", samples, self._compute("trainer", samples, trained), place)
+        made = self._stage("trainer", samples, self._compute("trainer", samples, trained), place, version)
         return next(iter(made), None)
 
     def compute_sequences(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -279,13 +284,13 @@ class PolicyLogprobs:
         return gather_rows(compute_row_logprobs(model, samples, own))
 
     def _stage(
-        self, policy: OtherPolicy, samples: Samples, found: RowLogprobs, place: StepRef
+        self, policy: OtherPolicy, samples: Samples, found: RowLogprobs, place: StepRef, version: int
     ) -> list[StagedRows]:
         if not found or not place.stages_rows or dist.get_rank():
             return []
         rows = sorted(found)
         ids = [samples.trajectory_ids[row] for row in rows]
-        model = f"{place.run}:{place.incarnation}:{place.step}"
+        model = f"{place.run}:{place.incarnation}:{version}"
         if policy == "reference":
             assert self._reference is not None, "its rows were computed"
             model = Path(self._reference.folder).name

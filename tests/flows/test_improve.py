@@ -48,7 +48,7 @@ def kill_when(workplace: Any, words: list[str], is_time: Callable[[], bool]) -> 
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("kills", [(2,), pytest.param(range(5), marks=pytest.mark.long)], ids=["1", "5"])
+@pytest.mark.parametrize("kills", [(2, 3), pytest.param(range(6), marks=pytest.mark.long)], ids=["2", "6"])
 def test_a_cycle_that_is_killed_ends_as_one_that_is_not(
     workplace: Any, stub_python: str, kills: Sequence[int]
 ) -> None:
@@ -67,6 +67,7 @@ def test_a_cycle_that_is_killed_ends_as_one_that_is_not(
     moments = (
         has(runs, "nightly-logs/rollouts/step=000001/*"),
         has(runs, "nightly-4/run.json"),
+        has(runs, "nightly-4/logprobs/policy=trainer/step=000001/*"),
         has(runs, "nightly-4/batches/step=000001/*"),
         has(runs, "nightly-4/policies/version=000003"),
         has(workplace.folder, "policies/gates/*"),
@@ -82,6 +83,12 @@ def test_a_cycle_that_is_killed_ends_as_one_that_is_not(
         assert verify_run(folder).findings == []
         assert read_manifest(folder).status == "finished"
     assert list_steps(trained, "batches") == [*range(STEPS)]
+    for step in range(STEPS):
+        # Of the policy that answered, however far training has come; once for each row.
+        rows = read(trained, "logprobs", ["trajectory_id", "model"], policy="trainer", step=step).to_pydict()
+        batch = read(trained, "batches", ["trajectory_id"], step=step)["trajectory_id"].to_pylist()
+        assert sorted(rows["trajectory_id"]) == sorted(batch)
+        assert {model.rpartition(":")[2] for model in rows["model"]} == {"0"}
     alias = PolicyAlias(str(workplace.folder / "policies" / "production"))
     (moved,) = (record for _, record in alias.history())
     assert moved.policy == str(runs / "nightly-4" / "policies" / "version=000003")

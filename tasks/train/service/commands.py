@@ -158,9 +158,15 @@ class TrainStep(Command[StepResult]):
 
 
 class ComputeOldLogprobs(Command[StagedRows | None]):
-    """Command that computes and stages the trainer's log-probabilities of stored rollouts of the trainer's current step.
+    """Command that computes and stages the trainer's log-probabilities of stored rollouts that a step trains on.
 
-    The answer is the staged rows; None if no rollout needed computing.
+    It is the trainer's current step, or a later one that trains on rollouts of another run. The answer is the staged rows; None if no
+    rollout needed computing.
+
+    Attributes:
+        step: the step that they are staged for.
+        source: location of the run that the rollouts are read from; empty: that of `folder`, where they are stored at `step`.
+        source_step: the step they are stored at in `source`.
     """
 
     span_name = "recomputing"
@@ -168,10 +174,12 @@ class ComputeOldLogprobs(Command[StagedRows | None]):
     run_id: str
     step: int
     trajectory_ids: list[str]
+    source: str = ""
+    source_step: int = 0
 
     def prepare(self, rank: "RankWorker") -> None:
         at = rank.progress
-        if self.run_id != at.run or self.step != at.version:
+        if self.run_id != at.run or self.step < at.version or (self.step > at.version and not self.source):
             raise BatchRefusedError(
                 f"the trainer is at step {at.version} of run {at.run}; log-probabilities were requested of step "
                 f"{self.step} of run {self.run_id}"

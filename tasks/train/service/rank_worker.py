@@ -218,9 +218,10 @@ class RankWorker:
 
         # Rank 0's list, on all ranks: another one may list later, when more rows are stored.
         new = all_gather_messages(read_on_all_ranks(list_new), list[str])[0]
-        samples = read_on_all_ranks(lambda: read_rollouts(folder, step, new, with_routing=with_routing))
+        origin = (command.source, command.source_step) if command.source else (folder, step)
+        samples = read_on_all_ranks(lambda: read_rollouts(*origin, new, with_routing=with_routing))
         place = StepRef(folder, command.run_id, step, self.incarnation)
-        return self.policies.compute_old(samples, place)
+        return self.policies.compute_old(samples, place, self.progress.version)
 
     def begin_checkpoint(self, run: RunFolder) -> CheckpointBegun:
         """Copy this rank's state, and begin to write the copy; a collective."""
