@@ -3,7 +3,7 @@
 import httpx
 
 from rollmill.flows.policies.policy_gate import find_policy, read_intact
-from rollmill.tasks.errors import ConfigError, GateError, error_text, mask_credentials
+from rollmill.tasks.errors import ConfigError, GateError, StoreError, error_text, mask_credentials
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.lineage.policy_lineage import Lineage
 from rollmill.tasks.store.promotion.gate_record import GateRecord, read_gate
@@ -64,13 +64,18 @@ def roll_back(alias: PolicyAlias, approved_by: str, note: str = "") -> AliasReco
 
     Raises:
         ConfigError: there is no earlier policy.
-        StoreError: a file of that policy is not what was exported; the alias is as before.
+        StoreError: a file of that policy is not what was exported, or another policy is in its folder now; the alias is as before.
     """
 
     def make(previous: str) -> AliasRecord:
         key, earlier = alias.earlier()
         policy = RunFolder(earlier.policy)
         record = _describe(policy, read_intact(policy), approved_by, note)
+        if record.digest != earlier.digest:
+            raise StoreError(
+                f"{earlier.policy} has version {record.version} of run {record.run}, and version {earlier.version} of run {earlier.run} was "
+                "promoted from there: move that policy back, or gate and promote the one that is there"
+            )
         return record.model_copy(update={"action": "rollback", "previous": previous, "restores": key})
 
     return alias.move(make)

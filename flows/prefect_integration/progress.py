@@ -99,7 +99,9 @@ class RunProgress:
         """Show a finished step in the progress bar, or as a line, and in the log; `dropped`: lost trajectories, in words."""
         if not self._is_shown:
             return
-        figures = f"reward {reward:z.2f}, {tokens_per_s:,.0f} tok/s"
+        # Of an imported step, or one that another process has sampled, none is of this one.
+        speed = f", {tokens_per_s:,.0f} tok/s" if tokens_per_s else ""
+        figures = f"reward {reward:z.2f}{speed}"
         line = f"step {step} ({step + 1} of {self._steps}): {figures}, {seconds:.1f} s{dropped and f', {dropped}'}"
         self._bar.update(self._task, completed=step + 1, figures=figures)
         if not has_bar():

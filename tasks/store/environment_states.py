@@ -7,7 +7,7 @@ from numbers import Integral, Real
 import numpy as np
 import pyarrow as pa
 
-from rollmill.tasks.errors import RunMismatchError, SchemaError
+from rollmill.tasks.errors import RunMismatchError, SchemaError, printable
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import RunFolder, partition_pattern
 from rollmill.tasks.store.reader import read_shard_schema
@@ -81,11 +81,18 @@ def state_row(
         # The values are a user's: a wrong one must lose neither the rest of the row nor the episode.
         except (pa.ArrowException, TypeError, ValueError, OverflowError):
             arrays.append(pa.nulls(1, TYPES[kind]))
-            errors.append(f"{name}: expected {kind}, got {value!r:.200}")
+            errors.append(f"{name}: expected {kind}, got {_describe(value)}")
     errors += [f"{name}: no such column" for name in values if name not in columns]
-    fixed = [run, step, group, sample, trajectory_id, "; ".join(errors)]
+    fixed = [run, step, group, sample, trajectory_id, printable("; ".join(errors))]
     keys = [pa.array([value], each.type) for value, each in zip(fixed, STATE_FIELDS, strict=True)]
     return pa.record_batch([*keys, *arrays], schema=schema)
+
+
+def _describe(value: object) -> str:
+    try:
+        return f"{value!r:.200}"
+    except Exception:  # noqa: BLE001 - an integer of thousands of digits, or code of a user's class
+        return f"a {type(value).__name__} that cannot be shown"
 
 
 def _fits(kind: str, value: object) -> bool:

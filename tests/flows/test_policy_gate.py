@@ -251,6 +251,19 @@ def test_a_policy_whose_bytes_changed_is_neither_gated_nor_promoted_nor_rolled_b
     assert Path("policies/production").resolve() == second.local
 
 
+def test_another_policy_in_the_folder_of_the_earlier_one_is_not_put_into_production(workfolder: Path) -> None:
+    """As `rollmill run NAME --again` moves a run aside, and the next one exports the same version."""
+    first, second = make_policy(workfolder, "first", GOOD), make_policy(workfolder, "second", EQUAL)
+    alias = PolicyAlias("policies/production")
+    promote(first, alias)
+    promote(second, alias)
+    (workfolder / "runs/first").rename(workfolder / "runs/first-1")
+    make_policy(workfolder, "first", WORSE, seed=7)
+    with pytest.raises(StoreError, match="was promoted from there: move that policy back"):
+        roll_back(alias, "")
+    assert Path("policies/production").resolve() == second.local
+
+
 @pytest.mark.parametrize(("least", "passes"), [(0.55, True), (0.65, False)])
 def test_the_first_policy_is_held_to_thresholds_alone(workfolder: Path, least: float, passes: bool) -> None:
     policy = make_policy(workfolder, "first", GOOD)

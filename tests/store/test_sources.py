@@ -58,11 +58,16 @@ def test_another_run_in_the_place_of_a_source_is_refused_with_both_ids(
         check_sources(retrained)
 
 
-def test_the_sources_of_a_run_stay_those_that_were_noted_first(retrained: RunFolder) -> None:
-    before = read_manifest(retrained).sources
+def test_the_sources_of_a_run_stay_and_those_of_a_fork_are_added(
+    retrained: RunFolder, tmp_path: Path
+) -> None:
+    before, other = read_manifest(retrained).sources, begin(tmp_path / "other")
     with OpenRun.extend(retrained, config_of=StoreConfig()) as run:
         run.keep_sources(())
-    assert read_manifest(retrained).sources == before
+        assert read_manifest(retrained).sources == before
+        for _ in range(2):
+            run.keep_sources(read_sources([other]))
+    assert read_manifest(retrained).sources == (*before, *read_sources([other]))
 
 
 def test_a_run_that_another_was_trained_from_is_not_moved_aside(

@@ -55,6 +55,18 @@ async def test_a_value_of_another_type_is_null_and_reported_and_the_others_stay(
 
 
 @pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ({"n": 10**5000}, "n: expected int64, got a int that cannot be shown"),
+        ({"n": 1, "\ud800": 2}, "?: no such column"),
+    ],
+)
+def test_values_that_cannot_be_shown_lose_no_row(values: dict[str, object], error: str) -> None:
+    (got,) = row({"n": "int64"}, values).to_pylist()
+    assert got["error"] == error
+
+
+@pytest.mark.parametrize(
     ("kind", "value"),
     [
         ("int64", 3.7),

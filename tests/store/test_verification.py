@@ -30,12 +30,13 @@ from rollmill.tasks.store.environment_states import state_row
 from rollmill.tasks.store.filesystem import open_files, publish_text
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.group_draw import StoredGroup
-from rollmill.tasks.store.reader import read_shard
+from rollmill.tasks.store.reader import read, read_shard
 from rollmill.tasks.store.run.fork_copy import fork_run
 from rollmill.tasks.store.run.group_ranges import GroupRange, make_plan_rows
 from rollmill.tasks.store.run.manifest import read_manifest, write_manifest
 from rollmill.tasks.store.run.writable_run import OpenRun
 from rollmill.tasks.store.shards.inventory import list_shard_sizes
+from rollmill.tasks.store.verify import run_views
 from rollmill.tasks.store.verify.run_verification import verify_run
 
 RowMaker = Callable[..., pa.RecordBatch]
@@ -82,6 +83,7 @@ class Story:
         self.columns = {step: make_columns(step) for step in range(STEPS)}
         self.leave_out: set[tuple[str, int]] = set()
         self.chosen = {step: list(range(GROUPS * SIZE)) for step in range(STEPS)}
+        self.scorer_versions = dict.fromkeys(range(STEPS), "1")
 
     async def write(self, *, finish: bool = True) -> RunFolder:
         config_of = StoreConfig(root=str(self._root))
@@ -133,13 +135,14 @@ class Story:
         plan = {"first_group": step * GROUPS, "n_groups": GROUPS, "reason": "plan"}
         yield "plans", self._rows("plans", step=step, **plan), {}
         yield "rollouts", self._rows("rollouts", n, **{"run": self._run} | columns), {}
-        scores = self._rows("scores", n, **keys, scorer="addition", version="1", status="scored")
-        yield "scores", scores, {"scorer": "addition@1"}
+        version = self.scorer_versions[step]
+        scores = self._rows("scores", n, **keys, scorer="addition", version=version, status="scored")
+        yield "scores", scores, {"scorer": f"addition@{version}"}
         groups = [step * GROUPS + group for group in range(GROUPS)]
         yield "groups", self._rows("groups", GROUPS, run=self._run, step=step, group=groups), {}
         chosen = [ids[place] for place in self.chosen[step]]
         batch = {"step": step, "order": list(range(len(chosen))), "trajectory_id": chosen, "source": ""}
-        batch |= {"run": self._run, "source_step": step, "scorer": "addition@1"}
+        batch |= {"run": self._run, "source_step": step, "scorer": f"addition@{version}"}
         yield "batches", self._rows("batches", len(chosen), **batch), {}
         yield "metrics", self._rows("metrics", step=step, name="train/updated"), {}
 
@@ -660,6 +663,36 @@ async def test_a_run_that_continues_while_it_is_verified_has_no_findings(
             (tmp_path / str(number)).rename(folder.local / key)
 
     assert verify_run(folder, store_meanwhile).findings == []
+
+
+async def test_rows_that_are_stored_while_a_step_is_verified_are_no_finding(
+    story: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = STEPS - 1
+    story.leave_out = {(name, last) for name in ("groups", "batches", "metrics")}
+    folder = await story.write(finish=False)
+    held = open_files(folder).keys(f"rollouts/step={last:06d}/*") + open_files(folder).keys(
+        f"scores/*/step={last:06d}/*"
+    )
+    for number, key in enumerate(held):
+        (folder.local / key).rename(tmp_path / str(number))
+
+    def read_then_store(where: RunFolder, dataset: str, *columns: Any, **partition: Any) -> pa.Table:
+        found = read(where, dataset, *columns, **partition)
+        if dataset in ("rollouts", "scores") and partition.get("step") == last:
+            for number, key in enumerate(held):
+                (tmp_path / str(number)).rename(folder.local / key)
+            held.clear()
+        return found
+
+    monkeypatch.setattr(run_views, "read", read_then_store)
+    found = [each for each in findings(folder) if "no rollout" in each]
+    assert (found, held) == ([], [])
+
+
+async def test_a_later_version_of_the_scorer_scores_later_steps(story: Story) -> None:
+    story.scorer_versions[STEPS - 1] = "2"
+    assert findings(await story.write()) == []
 
 
 @pytest.mark.parametrize(

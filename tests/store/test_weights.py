@@ -38,7 +38,11 @@ def test_other_weights_are_removed(place: str) -> None:
     for name in ("1-000003", "1-000004", "2-000004"):
         for rank in range(2):
             publish(place, name, rank)
+    staged = RunFolder(place).tmp / "of a killed trainer"
+    staged.parent.mkdir(parents=True, exist_ok=True)
+    staged.write_bytes(b"part")
     remove_weights(place, but="1-000004")
+    assert not staged.exists()
     assert [bool(list_complete_weights(place, name)) for name in ("1-000003", "1-000004", "2-000004")] == [
         False,
         True,

@@ -321,4 +321,9 @@ async def test_no_score_is_stored_without_its_rollout(folder: RunFolder, rows: R
         for lost in (scores, rollouts):
             with pytest.raises(StoreError, match="rollouts/step=000001"):
                 await lost
+        # Later too, when there is room again: a resumed run would look for their rollouts.
+        (folder.local / "rollouts" / "step=000001").unlink()
+        with pytest.raises(StoreError, match="rollouts/step=000001"):
+            await writer.append("scores", rows("scores", step=1), scorer="addition@1", step=1)
+        await writer.append("scores", rows("scores", step=0), **score)
     assert not open_files(folder).keys("scores/scorer=addition@1/step=000001/*")

@@ -4,7 +4,9 @@ A snapshot is complete when it has as many files as their names say. It is not p
 any time.
 """
 
+import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rollmill.tasks.store.filesystem import open_files
@@ -40,9 +42,22 @@ def list_complete_weights(place: str, name: str) -> list[str]:
 
 
 def remove_weights(place: str, *, but: str = "") -> None:
-    """Remove all weight snapshots of a location except the one called `but`; raises StoreError, which names path and reason."""
-    files = open_files(RunFolder(place))
-    files.remove(key for key in files.keys(f"*/*{_SUFFIX}") if key.partition("/")[0] != but)
+    """Remove all weight snapshots of a location except the one called `but`, and what a killed process has not completed.
+
+    Nobody may be writing there.
+
+    Raises:
+        StoreError: names path and reason.
+    """
+    folder = RunFolder(place)
+    files = open_files(folder)
+    old = [key for key in files.keys(f"*/*{_SUFFIX}") if key.partition("/")[0] != but]
+    files.remove(old)
+    shutil.rmtree(folder.tmp, ignore_errors=True)
+    for name in {key.partition("/")[0] for key in old}:
+        # On S3 there are no folders.
+        with suppress(OSError):
+            (folder.local / name).rmdir()
 
 
 def weight_urls(paths: Sequence[str], lifetime_s: float) -> list[str]:

@@ -141,9 +141,10 @@ class OpenRun:
         return self.manifest.incarnation
 
     def keep_sources(self, sources: tuple[TrainingSource, ...]) -> None:
-        """Record in run.json the runs whose rollouts this run trains on, unless some are recorded already."""
-        if not self.manifest.sources:
-            self._replace(replace(self.manifest, sources=sources))
+        """Record in run.json the runs whose rollouts this run trains on, beside those that are recorded already."""
+        added = tuple(each for each in sources if each not in self.manifest.sources)
+        if added:
+            self._replace(replace(self.manifest, sources=(*self.manifest.sources, *added)))
 
     def keep_scorer(self, key: str, description: str, *, is_own: bool = False) -> None:
         """Record in run.json what the version of a scorer, NAME@VERSION, is a digest of (empty: of nothing), and if it is the run's own."""

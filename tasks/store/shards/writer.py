@@ -34,13 +34,18 @@ _COMMIT_ORDER = {"routing": 0, "states": 0, "rollouts": 1, "scores": 2}
 
 
 def commit_rows(
-    files: Files, epoch: int, first_number: int, gathered: Mapping[str, Sequence[pa.RecordBatch]]
+    files: Files,
+    epoch: int,
+    first_number: int,
+    gathered: Mapping[str, Sequence[pa.RecordBatch]],
+    lost: Mapping[str, StoreError] = {},
 ) -> tuple[dict[str, StoreError], list[ShardEvent]]:
     """Store the rows gathered for each folder as one shard; the shards are numbered from `first_number`.
 
     A folder that fails does not affect the others, with one exception (STORED_AFTER): a step's rollouts are stored after
-    its routing and states, its scores after its rollouts, and they fail together. So there is no score without its
-    rollout, and no rollout without its routed experts, whenever the process dies.
+    its routing and states, its scores after its rollouts, and they fail together, also with rows that an earlier commit has `lost`,
+    given with the error of each folder. So there is no score without its rollout, and no rollout without its routed experts,
+    whenever the process dies.
 
     Example: {"plans/step=000000": [...], "rollouts/step=000000": [...]} with epoch 2 and first number 7 becomes
     plans/step=000000/000002-000007-DIGEST.arrow and rollouts/step=000000/000002-000008-DIGEST.arrow.
@@ -53,9 +58,10 @@ def commit_rows(
     in_order = sorted(gathered.items(), key=lambda each: _COMMIT_ORDER.get(_dataset(each[0]), 1))
     for number, (folder, appended) in enumerate(in_order, first_number):
         step = folder.rpartition("/")[2]
-        before = (each for each in failed if _dataset(each) in STORED_AFTER.get(_dataset(folder), ()))
-        if lost := [failed[each] for each in before if each.endswith(f"/{step}")]:
-            failed[folder] = lost[0]
+        missing = {**lost, **failed}
+        before = (each for each in missing if _dataset(each) in STORED_AFTER.get(_dataset(folder), ()))
+        if reasons := [missing[each] for each in before if each.endswith(f"/{step}")]:
+            failed[folder] = reasons[0]
             continue
         try:
             written.append(_store_rows(files, folder, appended, ShardName(epoch, number)))
@@ -110,6 +116,8 @@ class RunWriter:
         self._files, self._epoch, self.flush_s, self._inventory = files, epoch, flush_s, inventory
         self._lane_name = lane
         self._gathered: PendingByFolder = {}
+        # Folders whose rows could not be stored: what belongs to these may not be stored either.
+        self._lost: dict[str, StoreError] = {}
         self._lane: Lane | None = None
         self._unsettled: set[asyncio.Future[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -330,7 +338,9 @@ class RunWriter:
             return
         gathered, first = self._take()
         self._is_committing = True
-        work = partial(commit_rows, self._files, self._epoch, first, _rows_by_folder(gathered))
+        work = partial(
+            commit_rows, self._files, self._epoch, first, _rows_by_folder(gathered), dict(self._lost)
+        )
         storing = span("storing").begin(self._lane)
         running = asyncio.get_running_loop().run_in_executor(self._thread, work)
         running.add_done_callback(partial(self._end_commit, gathered, storing))
@@ -345,6 +355,7 @@ class RunWriter:
         self, gathered: PendingByFolder, failed: Mapping[str, StoreError], written: Iterable[ShardEvent]
     ) -> None:
         self._note(written)
+        self._lost |= failed
         for folder, appended in gathered.items():
             for each in appended:
                 self._unsettled.discard(each.acknowledgement)
@@ -362,7 +373,8 @@ class RunWriter:
         if thread is not None:
             thread.shutdown(wait=True)
         gathered, first = self._take()
-        self._settle(gathered, *commit_rows(self._files, self._epoch, first, _rows_by_folder(gathered)))
+        rows = _rows_by_folder(gathered)
+        self._settle(gathered, *commit_rows(self._files, self._epoch, first, rows, self._lost))
         if self._inventory is not None and (notes := self._inventory.take()):
             folder = partition_folder(INVENTORY, {"epoch": self._epoch})
             commit_rows(self._files, self._epoch, self._n_shards, {folder: [self._inventory.rows(notes)]})

@@ -415,6 +415,7 @@ def verify_run(
     for number, step in enumerate(run.steps, report.shards + 1):
         # A view keeps the rows that it has read: a new one for each step bounds the memory by one step.
         view = StepView(run, step)
+        view.read_in_order()
         report.apply(STEP_CHECKS, view, f"step {step}")
         report.notes += [] if view.is_done else [f"step {step} is not done: it {lacks}"]
         advance(number, total)

@@ -11,7 +11,7 @@ import pyarrow as pa
 from pydantic import BaseModel, ValidationError
 
 from rollmill.tasks.config import describe_invalid
-from rollmill.tasks.errors import ManifestError, ShardError
+from rollmill.tasks.errors import ManifestError, ShardError, StoreError
 from rollmill.tasks.store.filesystem import Files, open_files
 from rollmill.tasks.store.folders import MANIFEST, RunFolder
 from rollmill.tasks.store.reader import list_policies, list_scorers, list_steps, read
@@ -112,7 +112,7 @@ VALUE_COLUMNS = (
     *SEGMENT_COLUMNS,
     *("turn_starts", "turn_tokens", "turn_messages"),
 )
-_BATCH_COLUMNS = ("run", "order", "trajectory_id", "group", "source", "source_step")
+_BATCH_COLUMNS = ("run", "order", "trajectory_id", "group", "source", "source_step", "scorer")
 
 
 @dataclass(frozen=True)
@@ -266,10 +266,19 @@ class VersionView:
 
 @dataclass(frozen=True)
 class StepView:
-    """The stored rows of one step of a run; each data set is read when a check first asks for it."""
+    """The stored rows of one step of a run; each data set is read when a check first asks for it.
+
+    Of a step that is being written, rows that belong to others are read before these, which are stored before them.
+    """
 
     run: RunView
     step: int
+
+    def read_in_order(self) -> None:
+        """Read the ids that the checks compare; a data set that cannot be read is left to the check that needs it."""
+        for name in ("batch", "scores", "groups", "rollouts"):
+            with suppress(StoreError):
+                getattr(self, name)
 
     def where(self, dataset: str, **outer: str) -> str:
         """Return the folder that has this step's rows of a data set; `outer` has further partition keys, as `scorer`.
@@ -293,7 +302,11 @@ class StepView:
 
     @property
     def scorer(self) -> str:
-        """NAME@VERSION of the scorer of the run that wrote the step; "" if it is not known."""
+        """NAME@VERSION of the scorer by which the step's own rows are trained on, or of the run that wrote it; "" if it is not known."""
+        # A resumed run may have a newer version of its scorer.
+        with suppress(ShardError):
+            if named := sorted(set(self.own_batch_rows()["scorer"]) & set(self.run.scorers)):
+                return str(named[0])
         only = self.run.scorers[0] if len(self.run.scorers) == 1 else ""
         return self.run.run_scorers.get(self.writer, only)
 
@@ -336,7 +349,7 @@ class StepView:
     def batch(self) -> pl.DataFrame | None:
         """The step's rows of `batches`; None if there is no batch yet.
 
-        The columns are run, order, trajectory_id, group, source and source_step.
+        The columns are run, order, trajectory_id, group, source, source_step and scorer.
         """
         return self.run.frame("batches", _BATCH_COLUMNS, step=self.step) if self.has_batch else None
 
@@ -366,5 +379,5 @@ class StepView:
     def own_batch_rows(self) -> pl.DataFrame:
         """Return the rows of the step's batch that this run sampled in the same step; empty if there is no batch."""
         if self.batch is None:
-            return pl.DataFrame(schema={"trajectory_id": pl.String})
+            return pl.DataFrame(schema={"trajectory_id": pl.String, "scorer": pl.String})
         return self.batch.filter((pl.col("source") == "") & (pl.col("source_step") == self.step))
