@@ -208,6 +208,9 @@ async def test_a_group_without_a_score_that_meets_a_condition_is_left_out(source
         ('reward > 0 and "random"() < 0.5', "random would give other values"),
         ("random /* of 1 */ () < 0.5", "random would give other values"),
         ("current_date < '2030-01-01'", "current_date would give other values"),
+        ("localtimestamp < '2030-01-01'", "localtimestamp would give other values"),
+        ("'Now'::timestamp < '2030-01-01'", "'Now' would give other values"),
+        ("date 'today' < '2030-01-01'", "'today' would give other values"),
     ],
 )
 async def test_what_is_no_condition_on_groups_is_refused(

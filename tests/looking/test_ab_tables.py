@@ -165,6 +165,37 @@ def store_scores(folder: RunFolder, scorer: str, rewards: list[list[float]]) -> 
     store_rows(folder, "scores", columns, scorer=scorer, step=0)
 
 
+def test_the_interval_of_two_policies_that_are_always_right_is_not_empty(tmp_path: Path) -> None:
+    right = Rewards(np.ones(N), np.ones((N, K)))
+    both = [
+        ScoredPolicy(name, make_policy(tmp_path, name, right, None), VERSION, "a@1")
+        for name in ("first", "second")
+    ]
+    for each in make_differences_view(both, ["a@1"]).values["differences"]:
+        assert each["low"] < -0.03
+        assert each["high"] > 0.03
+
+
+@pytest.mark.parametrize("n", [6, 8])
+def test_equal_rewards_whose_mean_is_rounded_have_no_advantage(n: int, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    begin_run(folder, tmp_path / "model", 1, 1)
+    rows = {
+        "group": [0] * n,
+        "sample": [*range(n)],
+        "trajectory_id": [f"r.0.{k}.0" for k in range(n)],
+        "status": ["complete"] * n,
+    }
+    store_rows(folder, "rollouts", rows | {"messages": ["[]"] * n, "example": ["{}"] * n}, step=0)
+    for scorer, rewards in (("a@1", [0.1] * n), ("b@1", [1.0] + [0.0] * (n - 1))):
+        store_rows(
+            folder, "scores", rows | {"status": ["scored"] * n, "reward": rewards}, scorer=scorer, step=0
+        )
+    (row,) = make_disagreements_view(folder, ("a@1", "b@1"), "", 0).rows
+    assert (row["trajectory"], row["advantage_a"]) == ("0.0", 0.0)
+    assert row["difference"] == pytest.approx(math.sqrt(n - 1))
+
+
 def test_one_trajectory_of_each_group_is_shown_the_largest_difference_of_advantages_first(
     tmp_path: Path,
 ) -> None:

@@ -75,6 +75,18 @@ def test_bytes_are_base64_and_nan_in_json_text_is_null() -> None:
     assert list(json_lines(rows)) == [b'{"components":{"a":null}}\n', b'{"components":"no JSON"}\n']
 
 
+def test_half_a_surrogate_pair_is_an_escape_and_loses_no_line() -> None:
+    fields = [dataset_schema("rollouts").field(name) for name in ("messages", "token_ids")]
+    values = [['[{"content": "\\ud83d"}]', "[]"], [[1, 2], [3]]]
+    columns = [pa.array(each, field.type) for each, field in zip(values, fields, strict=True)]
+    lines = [*json_lines(pa.record_batch(columns, schema=pa.schema(fields)))]
+    assert [json.loads(line) for line in lines] == [
+        {"messages": [{"content": "\ud83d"}], "token_ids": [1, 2]},
+        {"messages": [], "token_ids": [3]},
+    ]
+    assert all(line.endswith(b"\n") for line in lines)
+
+
 async def test_states_of_each_environment_are_a_file_with_its_columns(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.tmp.mkdir(parents=True)

@@ -306,12 +306,10 @@ def test_a_result_that_is_no_table_and_a_cut_shard_are_refused(small_run: RunFol
     cut = shutil.copytree(small_run.local, tmp_path / "cut")
     for shard in cut.glob("rollouts/*/*.arrow"):
         os.truncate(shard, 1000)
-    for run, query in (
-        (small_run.location, "select interval 1 day"),
-        (str(cut), "select step from trajectories"),
-    ):
-        with pytest.raises(ConfigError, match="`rollmill verify` names it"):
-            api.open_run(run).sql(query)
+    with pytest.raises(ConfigError, match=r"give it as seconds, such as epoch\(a - b\)$"):
+        api.open_run(small_run.location).sql("select interval 1 day")
+    with pytest.raises(ConfigError, match="`rollmill verify` names it"):
+        api.open_run(str(cut)).sql("select step from trajectories")
 
 
 def test_a_query_alone_is_refused(rollmill: Command) -> None:
@@ -425,3 +423,12 @@ def test_groups_of_a_collected_run_are_no_version_behind(small_run: RunFolder, t
     assert dict(behind.iter_rows()) == {small_run.location: 1, folder.location: 0}
     assert frames.find_groups("where", "versions_behind = 1")
     assert not RunFrames([folder]).find_groups("where", "versions_behind = 1")
+
+
+def test_sums_are_numbers(small_run: RunFolder) -> None:
+    run = api.open_run(small_run.location)
+    found = run.sql(
+        "select sum(n_completion_tokens) as tokens, 1.5 as half, sum(10::hugeint ** 30) as large from rollouts"
+    )
+    assert found.dtypes == [pl.Int64, pl.Float64, pl.Float64]
+    assert found["tokens"][0] == sum(read(small_run, "rollouts")["n_completion_tokens"].to_pylist())

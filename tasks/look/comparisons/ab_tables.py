@@ -21,6 +21,8 @@ from rollmill.tasks.store.reader import read_trajectories, scan
 
 ROUNDED_DIGITS = 6
 """Differences of advantages are compared to so many decimals: equal ones may differ by rounding."""
+# Largest difference of equal rewards, relative to the largest of them, as in the advantages that training computes.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,8 @@ def make_differences_view(policies: Sequence[ScoredPolicy], scorers: Sequence[st
 
 def _compare(joined: pl.DataFrame, scorer: str) -> dict[str, float | None]:
     after, before = joined[scorer].to_numpy(), joined[f"{scorer} before"].to_numpy()
-    span = float(max(after.max(), before.max()) - min(after.min(), before.min()))
+    # The largest possible difference is not known: rewards are mostly between 0 and 1, and few of them may differ.
+    span = max(1.0, float(max(after.max(), before.max()) - min(after.min(), before.min())))
     bounds = compute_paired_interval(after - before, span)
     low, high = bounds or (None, None)
     return {"difference": float((after - before).mean()), "low": low, "high": high}
@@ -182,6 +185,12 @@ def make_disagreements_view(run: RunFolder, scorers: tuple[str, str], viewer_url
     return View({"disagreements": rows}, title, columns, rows, notes if viewer_url else ())
 
 
+def _standardize(rewards: pl.Expr) -> pl.Expr:
+    """Return rewards minus their mean, divided by their standard deviation; 0 where they differ by no more than rounding."""
+    differ = (rewards.max() - rewards.min()) > _ROUNDING * rewards.abs().max()
+    return pl.when(differ).then((rewards - rewards.mean()) / rewards.std(ddof=0)).otherwise(0.0)
+
+
 def _read_disagreements(run: RunFolder, scorers: tuple[str, str]) -> pl.DataFrame:
     """Return the trajectory of largest difference of each group: columns step, group, trajectory_id, a, b, advantage_a, advantage_b, difference."""
     names = ["step", "group", "trajectory_id", "status", "reward"]
@@ -195,13 +204,7 @@ def _read_disagreements(run: RunFolder, scorers: tuple[str, str]) -> pl.DataFram
         second.select("trajectory_id", pl.col("reward").alias("b")), on="trajectory_id"
     )
     of_group = ["step", "group"]
-    advantages = [
-        ((pl.col(name) - pl.col(name).mean()) / pl.col(name).std(ddof=0))
-        .over(of_group)
-        .fill_nan(0.0)
-        .alias(f"advantage_{name}")
-        for name in ("a", "b")
-    ]
+    advantages = [_standardize(pl.col(name)).over(of_group).alias(f"advantage_{name}") for name in ("a", "b")]
     difference = (pl.col("advantage_b") - pl.col("advantage_a")).alias("difference")
     return (
         both.with_columns(advantages)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import polars as pl
 
 from rollmill.tasks.look.tables.run_frames import RunFrames
-from rollmill.tasks.look.tables.run_tables import Z
+from rollmill.tasks.look.tables.run_tables import MIN_NORMAL, Z
 from rollmill.tasks.look.tables.view import Column, View
 from rollmill.tasks.store.folders import RunFolder
 
@@ -23,6 +23,7 @@ _COLUMNS = (
     Column("new_prompts", header="new prompts", rank=2),
 )
 _FIGURES = ("reward", "tokens")
+_MEANS = (*_FIGURES, "cut")
 
 
 def make_drift_view(logs: RunFolder, ends: Sequence[int]) -> View:
@@ -44,21 +45,31 @@ def make_drift_view(logs: RunFolder, ends: Sequence[int]) -> View:
             pl.col("n_completion_tokens").alias("tokens"),
             (pl.col("finish_reason") == "length").alias("cut"),
         )
-        # Answers to one prompt are alike: intervals count prompts.
-        .group_by("step", "group", "example_id")
-        .agg(pl.len().alias("n"), pl.col("reward", "tokens", "cut").mean())
+        .group_by("step", "example_id")
+        .agg(
+            pl.len().alias("n"),
+            *(pl.col(name).cast(pl.Float64).drop_nans().sum() for name in _MEANS),
+            *(pl.col(name).cast(pl.Float64).drop_nans().count().alias(f"n_{name}") for name in _MEANS),
+        )
         .collect()
     )
     rows: list[dict[str, object]] = []
     seen: set[str] = set()
-    before, begin = frame.clear(), 0
+    before, begin = frame.clear().select("example_id", "n", *_MEANS), 0
     for end in ends:
-        now = frame.filter(pl.col("step").is_between(begin, end, closed="left"))
+        of_cycle = frame.filter(pl.col("step").is_between(begin, end, closed="left"))
+        # Answers to one prompt are alike, and a prompt may have several groups: intervals count prompts.
+        sums = of_cycle.group_by("example_id").sum()
+        means = (
+            pl.when(pl.col(f"n_{name}") > 0).then(pl.col(name) / pl.col(f"n_{name}")).alias(name)
+            for name in _MEANS
+        )
+        now = sums.select("example_id", "n", *means)
         prompts = set(now["example_id"])
         row: dict[str, object] = {
             "cycle": end,
             "n": int(now["n"].sum()),
-            "cut": _mean(now["cut"]),
+            "cut": _mean(now["cut"].drop_nulls()),
             "new_prompts": len(prompts - seen) / len(prompts) if prompts else math.nan,
         }
         for name in _FIGURES:
@@ -76,10 +87,10 @@ def make_drift_view(logs: RunFolder, ends: Sequence[int]) -> View:
 
 
 def _compare(name: str, before: pl.Series, now: pl.Series) -> dict[str, object]:
-    """Return mean, change from `before`, and half of the change's 95 % interval; NaN where there are fewer than two values."""
+    """Return mean, change from `before`, and half of the change's 95 % interval; NaN where there are few values."""
     means = [_mean(before), _mean(now)]
     samples = (each.to_numpy() for each in (before, now))
-    variance = sum(each.var(ddof=1) / len(each) if len(each) > 1 else math.nan for each in samples)
+    variance = sum(each.var(ddof=1) / len(each) if len(each) >= MIN_NORMAL else math.nan for each in samples)
     return {
         name: means[1],
         f"{name}_change": means[1] - means[0],

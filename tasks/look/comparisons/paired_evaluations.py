@@ -168,7 +168,7 @@ def explain_checks(checks: list[GateCheck], margin: float) -> list[str]:
             reasons.append(f"{said}, the margin is {margin:g}")
         else:
             reasons.append(
-                f"{said}, and it may be {each.low:+.3f}, the margin is {margin:g}: worse cannot be excluded; an equal policy passes "
+                f"{said}, and it may be {each.low:+.3f}, the margin is {margin:g}: worse cannot be excluded; an equal policy passes this check "
                 f"with probability {each.pass_rate:.2f}, more prompts (evaluate.n_prompts) raise it"
             )
     return reasons

@@ -160,7 +160,18 @@ def json_lines(rows: pa.RecordBatch) -> Iterator[bytes]:
     columns = [_json_values(field, rows.column(field.name)) for field in rows.schema]
     for values in zip(*columns, strict=True):
         row = dict(zip(names, values, strict=True))
-        yield orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+        try:
+            yield orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+        except orjson.JSONEncodeError:
+            # Half a surrogate pair in a text, which a model may write and UTF-8 lacks.
+            yield b"{%b}\n" % b",".join(orjson.dumps(name) + b":" + _encode(row[name]) for name in names)
+
+
+def _encode(value: object) -> bytes:
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    except orjson.JSONEncodeError:
+        return json.dumps(value).encode()
 
 
 def _json_values(field: pa.Field, column: pa.Array) -> Sequence[object]:
@@ -193,6 +204,6 @@ def _parse_json(text: str) -> object:
     except orjson.JSONDecodeError:
         pass
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=lambda _: None)
     except ValueError:
         return text

@@ -4,7 +4,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import polars as pl
 
@@ -25,6 +25,11 @@ WEIGHT_EXAMPLE, ORDER_EXAMPLE = "coalesce(reward_std, 0)", 'hash(step, "group")'
 MOST_MEMORY = "2GB"
 """Memory of a query with a time limit, besides the rows that it reads."""
 _DAMAGE = " (if a shard is damaged, `rollmill verify` names it)"
+# Texts that become the time of the query where they are read as times.
+_CHANGING_TEXTS = re.compile(
+    r"('(?:now|today|yesterday|tomorrow)')\s*::|\b(?:cast\s*\(|date|time\w*)\s*('(?:now|today|yesterday|tomorrow)')",
+    re.IGNORECASE,
+)
 _TEXTS_AND_COMMENTS = re.compile(r"'[^']*'|--[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
@@ -64,7 +69,7 @@ def run_query(
         # Its traceback has DuckDB's connection. Prefect keeps the errors of a flow, and DuckDB prints what is kept until the process ends.
         raise ConfigError(field, given, _find_remedy(error, known, longest_s)) from error.with_traceback(None)
     except pl.exceptions.PolarsError as error:
-        raise ConfigError(field, given, f"{error}{_DAMAGE}") from error.with_traceback(None)
+        raise ConfigError(field, given, _explain_rows(error)) from error.with_traceback(None)
 
 
 def _query(
@@ -82,7 +87,23 @@ def _query(
         with _interrupt_after(longest_s, connection.interrupt):
             result = connection.sql(query)
             found: pl.DataFrame = pl.DataFrame() if result is None else result.pl()
-        return found
+        return found.with_columns(_as_number(column) for column in found if column.dtype == pl.Decimal)
+
+
+def _as_number(decimals: pl.Series) -> pl.Series:
+    """Convert decimals, as which DuckDB gives sums of integers, to integers, or to floats if they are none or too large."""
+    kind = decimals.dtype
+    if isinstance(kind, pl.Decimal) and kind.scale == 0:
+        with suppress(pl.exceptions.PolarsError):
+            return decimals.cast(pl.Int64)
+    return decimals.cast(pl.Float64)
+
+
+def _explain_rows(error: pl.exceptions.PolarsError) -> str:
+    """Return what to do about rows that Polars cannot read, or cannot take from DuckDB."""
+    if "interval" in str(error):
+        return "the result has a length of time: give it as seconds, such as epoch(a - b)"
+    return f"{error}{_DAMAGE if isinstance(error, pl.exceptions.ComputeError) else ''}"
 
 
 def _find_remedy(error: Exception, known: str, longest_s: float | None) -> str:
@@ -134,8 +155,11 @@ def check_condition(field: str, given: str) -> None:
 def refuse_changing(field: str, given: str, example: str = '"group" % 4 = 0') -> None:
     """Raise ConfigError, which has an `example` of the field, if an expression calls a function whose value changes from query to query."""
     changing = run_query(field, given, _CHANGING_FUNCTIONS, {})["function_name"]
-    called = rf"\b(?:({'|'.join(changing)})\"?\s*\(|(current_(?:date|time|timestamp))\b)"
-    if call := re.search(called, _TEXTS_AND_COMMENTS.sub(" ", given), re.IGNORECASE):
+    called = (
+        rf"\b(?:({'|'.join(changing)})\"?\s*\(|((?:current_(?:date|time|timestamp)|localtime(?:stamp)?))\b)"
+    )
+    found = re.search(called, _TEXTS_AND_COMMENTS.sub(" ", given), re.IGNORECASE)
+    if call := found or _CHANGING_TEXTS.search(given):
         remedy = f"{call[1] or call[2]} would give other values each time the run is resumed; compute with the columns, such as {example}"
         raise ConfigError(field, given, remedy)
 

@@ -123,6 +123,7 @@ def _report_errors(call: Callable[..., dict[str, Any]]) -> Callable[..., dict[st
 
 
 def _plain(values: Mapping[str, object]) -> dict[str, Any]:
-    """Return values as JSON has them: NaN is null, times are texts."""
-    plain: dict[str, Any] = json.loads(encode_json(values))
+    """Return values as JSON has them: NaN is null, times are texts, and half a surrogate pair, which UTF-8 lacks, is "?"."""
+    text = json.dumps(json.loads(encode_json(values)), ensure_ascii=False)
+    plain: dict[str, Any] = json.loads(text.encode(errors="replace"))
     return plain
