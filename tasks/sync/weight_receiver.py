@@ -234,7 +234,9 @@ class WeightInbox:
     def __init__(self, worker: int, device: torch.device = CPU) -> None:
         self._worker, self._device = worker, device
         self._prefix, self._links = "", list[ReceivingLink]()
-        self._shared, self._buffer = "", torch.empty(0, dtype=torch.uint8)
+        # The trainer's shared segment: its path, and the prefix of the links, which changes with the segment. The path may not.
+        self._shared = "", ""
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._is_dropped = False
         # What the buffer, or the memory at a path, holds: snapshot, encoded plan and path; none while it is written.
         self._held = "", b"", ""
@@ -296,12 +298,13 @@ class WeightInbox:
         # A second model, with which mode verify compares, needs the GPU's memory.
         if request.arrives_on_device and request.mode != "verify":
             return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
-        shared = request.shared if request.transport == "shm" else ""
+        path = request.shared if request.transport == "shm" else ""
+        shared = path, request.prefix if path else ""
         # A new buffer for each request would make the reception four times slower.
         if self._shared != shared or self._buffer.numel() < size_bytes:
             self._buffer = (
-                open_shared(shared, size_bytes, is_writable=False)
-                if shared
+                open_shared(path, size_bytes, is_writable=False)
+                if path
                 else torch.empty(size_bytes, dtype=torch.uint8)
             )
             self._shared = shared

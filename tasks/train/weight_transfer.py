@@ -219,7 +219,7 @@ class WeightTransfer:
         Args:
             engine: the engine with the weights.
             place: folder; older weights there are removed.
-            name: name of these weights below `place`.
+            name: name of these weights below `place`: INCARNATION-VERSION, or that with more behind another -.
             snapshot: name under which servers keep them, so that the next files can be of their changes; empty: they do not.
             base_snapshot: what the servers hold: a rank that wrote it last writes changes; empty: whole weights are written.
 
@@ -245,9 +245,9 @@ class WeightTransfer:
                 _drain(weights)
 
         files = gather_results(write, str)
-        # Only now are the files of all ranks there, and servers can do without older ones.
+        # Only now are the files of all ranks there, and servers can do without those of older versions.
         if self._rank == 0:
-            remove_weights(place, but=name)
+            remove_weights(place, but="-".join(name.split("-")[:2]))
         return files
 
     def digests(self, engine: Engine, names: Sequence[str]) -> dict[str, str]:

@@ -277,7 +277,9 @@ def test_an_undecided_comparison_is_blocked_and_says_how_likely_that_was(workfol
     promote(first, PolicyAlias("policies/production"))
     record = gate_here(PolicyGate(second.location))
     assert not record.passed
-    assert "worse cannot be excluded; an equal policy passes this check with probability 0." in record.reasons[0]
+    assert (
+        "worse cannot be excluded; an equal policy passes this check with probability 0." in record.reasons[0]
+    )
 
 
 OTHER: dict[str, dict[str, object]] = {

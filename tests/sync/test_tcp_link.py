@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmill.tasks.errors import SyncError
+from rollmill.tasks.sync.links import tcp_link
 from rollmill.tasks.sync.links.link import Rendezvous, join_store, serve_store
 from rollmill.tasks.sync.links.tcp_link import (
     TcpReceiver,
@@ -63,6 +64,24 @@ def lose(data: bytes) -> bytes:
 
 def stop(_: bytes) -> None:
     return None
+
+
+def test_who_connects_and_says_nothing_keeps_no_server_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_link, "_GREETING_S", 0.1)
+    store = serve_store(HOST, TIMEOUT_S)
+    sender = TcpSender(Rendezvous(store, "link", HOST, TIMEOUT_S, TIMEOUT_S))
+    joined = join_store(HOST, store.port, TIMEOUT_S)
+    content = torch.randint(0, 255, (SIZE,), dtype=torch.uint8)
+    with ThreadPoolExecutor(1) as thread:
+        sent = thread.submit(lambda: (sender.open(), sender.send([content])))
+        with socket.create_connection(decode_address(joined.get("link"), "")):
+            # The sender waits for the receiver TIMEOUT_S, the receiver for a byte a tenth of it.
+            receiver = TcpReceiver(Rendezvous(joined, "link", HOST, TIMEOUT_S, TIMEOUT_S / 10))
+            receiver.open()
+            found = torch.empty(SIZE, dtype=torch.uint8)
+            receiver.receive([found])
+            sent.result()
+    assert torch.equal(found, content)
 
 
 @pytest.mark.parametrize(

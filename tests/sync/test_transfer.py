@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,6 +87,26 @@ def test_servers_of_one_machine_read_what_all_ranks_have_written() -> None:
     memory.close()
     for each in (*servers, trainer):
         each.close()
+
+
+def test_a_new_segment_at_the_path_of_an_earlier_one_is_opened() -> None:
+    """A trainer that loads another model and then the first again has the same descriptor."""
+    inbox, seen = WeightInbox(0), list[int]()
+    first = SharedMemory(8)
+    for number in (1, 2):
+        memory = first if number == 1 else SharedMemory(8)
+        assert memory.path == first.path
+        memory.stream.fill_(number)
+        order = SimpleNamespace(
+            transport="shm",
+            shared=memory.path,
+            prefix=f"links of {number}",
+            mode="keep",
+            arrives_on_device=False,
+        )
+        seen.append(int(inbox._choose_buffer(order, 8)[0]))  # type: ignore[arg-type]
+        memory.close()
+    assert seen == [1, 2]
 
 
 def test_shared_memory_of_another_size_or_place_is_refused() -> None:

@@ -15,6 +15,11 @@ def signed(tokens: Tokens, *, power: float = 1.0, sides: tuple[str, ...] = ()) -
     return TokenLoss(-advantages * tokens.logprobs, nothing + 1.0, nothing + 1.0, nothing.bool())
 
 
+def of_some(tokens: Tokens) -> TokenLoss:
+    """Fails without a token."""
+    return signed(tokens)._replace(weight=tokens.advantages / tokens.advantages.abs().max())
+
+
 def not_a_number(tokens: Tokens) -> TokenLoss:
     """NaN on the last rank, with a finite gradient."""
     found = signed(tokens)

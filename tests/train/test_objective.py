@@ -72,6 +72,25 @@ def test_the_estimators_of_the_divergence_are_schulmans() -> None:
         assert KL_ESTIMATORS[name](SAMPLER, REFERENCE).tolist() == pytest.approx(values.tolist())
 
 
+def test_a_rank_without_a_token_needs_no_loss_of_none_and_has_its_gradient() -> None:
+    """A loss of a user may take a maximum, which no tokens have."""
+    none = torch.empty(0, dtype=torch.float64)
+    batch = micro_batch(
+        row_numbers=[],
+        rows=none.long(),
+        sampler_logprobs=none,
+        old_logprobs=none,
+        reference_logprobs=none,
+        advantages=none,
+        envs=none.long(),
+    )
+    said = Forward(none.clone().requires_grad_(), none)
+    terms = objective(loss="planted_losses:of_some")(batch, said)
+    assert [each.shape for each in terms.policy] == [(0,)] * 4
+    terms.total.sum().backward()
+    assert said.logprobs.grad is not None
+
+
 @pytest.mark.parametrize(("name", "direction"), [("k1", "none"), ("k2", "reverse"), ("k3", "forward")])
 def test_the_gradient_in_expectation_is_the_one_that_is_documented(name: str, direction: str) -> None:
     """Over a policy of three answers, each weighted by its own probability, as its samples are."""

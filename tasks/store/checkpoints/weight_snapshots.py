@@ -42,7 +42,9 @@ def list_complete_weights(place: str, name: str) -> list[str]:
 
 
 def remove_weights(place: str, *, but: str = "") -> None:
-    """Remove all weight snapshots of a location except the one called `but`, and what a killed process has not completed.
+    """Remove all weight snapshots of a location except those of one version, and what a killed process has not completed.
+
+    Servers may still read others of that version: those called `but`, or `but`-ANYTHING.
 
     Nobody may be writing there.
 
@@ -51,7 +53,11 @@ def remove_weights(place: str, *, but: str = "") -> None:
     """
     folder = RunFolder(place)
     files = open_files(folder)
-    old = [key for key in files.keys(f"*/*{_SUFFIX}") if key.partition("/")[0] != but]
+    old = [
+        key
+        for key in files.keys(f"*/*{_SUFFIX}")
+        if not but or not f"{key.partition('/')[0]}-".startswith(f"{but}-")
+    ]
     files.remove(old)
     shutil.rmtree(folder.tmp, ignore_errors=True)
     for name in {key.partition("/")[0] for key in old}:

@@ -30,6 +30,8 @@ _HEAD = struct.Struct("!8sQQQ")
 _CHECKED, _UNCHECKED = b"rollmill", b"loopback"
 # Linux's UIO_MAXIOV: a system call with more parts fails.
 _MOST_PARTS = 1024
+# Time that who connects has to greet, in seconds.
+_GREETING_S = 2.0
 # Between two syncs a link is silent for minutes: probes notice a dead end, and keep a firewall's entry alive.
 _IDLE_S = 30
 
@@ -253,7 +255,8 @@ def _accept_greeting(listener: socket.socket, rendezvous: Rendezvous, deadline: 
         # A timeout of 0 would make the socket non-blocking.
         listener.settimeout(max(deadline - time.monotonic(), 0.001))
         connection, _ = listener.accept()
-        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        # While a stranger says nothing, the receiver waits.
+        connection.settimeout(max(min(deadline - time.monotonic(), _GREETING_S), 0.001))
         # Anyone who reaches the port can connect; only the receiver knows the secret.
         found = bytearray(len(expected))
         with suppress(OSError):

@@ -166,7 +166,9 @@ class Objective:
             divergence = self._divergence(forward.logprobs, batch.reference_logprobs)
         if divergence is not None and config.kl.apply_to == "advantage":
             tokens = replace(tokens, advantages=tokens.advantages - config.kl.coef * divergence.detach())
-        policy = self._loss(tokens)
+        # A rank without a row has no tokens, of which a loss need not know; autograd still needs its way through the model.
+        of_none = tokens.logprobs.detach()
+        policy = self._loss(tokens) if len(of_none) else TokenLoss(tokens.logprobs, of_none, of_none, of_none)
         # The loss assumes that the old policy sampled the tokens: the correction is for the way from the sampler to that one.
         sampled_by = tokens.old_logprobs if self.uses_trainer_logprobs else tokens.logprobs
         corrected = importance_weights(
