@@ -62,7 +62,7 @@ class Sleeping:
             if problem not in self.order:
                 self.order.append(problem)
             await asyncio.sleep(MEDIAN_S * length)
-        answer = self.tokenizer.encode_answer("1" * max(1, round(MEDIAN_TOKENS * length)))
+        answer = self.tokenizer.encode_answer("1" * _count_tokens(length))
         return SampledTokens(answer, np.zeros(len(answer), np.float32), ((0, 0),), "stop", "asleep")
 
 
@@ -73,7 +73,11 @@ async def score(candidate: object) -> float:
 
 @flow(flow_run_name="seed {seed}, {n_slots} slots, longest first: {longest_first}", persist_result=False)
 async def order(folder: Path, seed: int, n_slots: int, longest_first: bool) -> float:
-    """Collect two steps; return the seconds of the second one over those of its order without any overhead."""
+    """Collect two steps; return the seconds of the second one over those of its order without any overhead.
+
+    Raises:
+        RuntimeError: with `longest_first` the groups of the second step began in another order.
+    """
     config = validate_toy(
         {
             "model": str(save_character_tokenizer(folder / "model")),
@@ -100,4 +104,12 @@ async def order(folder: Path, seed: int, n_slots: int, longest_first: bool) -> f
             run.recording.count_start()
             collected.append(await collect_step(quote(planted), step, wait_for=()))
         await run.recording.wait_until_recorded()
+    stored = [sum(map(_count_tokens, lengths[0][problem])) for problem in begun]
+    if longest_first and stored != sorted(stored, reverse=True):
+        raise RuntimeError(f"the groups did not begin with the longest of the step before: {stored} tokens")
     return collected[1].seconds / (MEDIAN_S * schedule(lengths[1], begun, n_slots))
+
+
+def _count_tokens(length: float) -> int:
+    """Return the tokens of an answer of this length."""
+    return max(1, round(MEDIAN_TOKENS * length))
