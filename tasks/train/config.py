@@ -187,7 +187,7 @@ class TrainConfig(StageConfig):
     old_logprobs: Literal["sampler", "trainer"] = setting(
         "sampler",
         "Old log-probabilities in the probability ratio. sampler: those of vLLM, which cost nothing. trainer: computed by the "
-        "trainer before the step, concurrently with scoring.",
+        "trainer before the step, concurrently with scoring; of imported trajectories by the policy that training starts from.",
     )
     epochs: int = setting(1, "Passes over a batch, each in updates_per_step updates.", ge=1, fixed=True)
     updates_per_step: int = setting(1, "Optimizer updates that one batch is split into.", ge=1, fixed=True)

@@ -78,7 +78,7 @@ async def test_changes_of_servers_while_an_actor_opens_come_after_those_that_it_
     async with open_planned_run(tmp_path, PlannedSampler(), PlannedScoring()) as run:
         actor = start_actor(run, tmp_path)
         opened = asyncio.ensure_future(actor.call("open", opening))
-        while not hasattr(actor.handle.actor, "_pool"):  # noqa: ASYNC110 - nothing tells it
+        while not hasattr(actor.handle.actor, "_pool"):  # noqa: ASYNC110 - nobody says when
             await asyncio.sleep(0)
         await actor.handle.actor.change_servers([admitted])
         await opened
