@@ -154,7 +154,7 @@ def plan_updates(
     kept = list(compress(parts, has_gradient))
     skips = objective.skips_without_advantage
     balanced = [[row for row in part if samples.has_advantage(row) or not skips] for part in kept]
-    # Annotations are stored of every row, whether or not it has a gradient.
+    # Annotations are stored of every row of an update that is made, whether or not it has a gradient.
     computed = kept if is_annotated else balanced
     dropped = [row for part, is_kept in zip(parts, has_gradient, strict=True) if not is_kept for row in part]
     plans = [engine.packer.plan(samples, rows, engine.world_size) for rows in computed]
