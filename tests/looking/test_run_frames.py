@@ -30,7 +30,8 @@ from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import RunFolder, partition_folder
 from rollmill.tasks.store.logprob_rows import make_logprob_rows
 from rollmill.tasks.store.reader import read, scan
-from rollmill.tasks.store.run.manifest import read_manifest, write_manifest
+from rollmill.tasks.store.rows import rows_from_table
+from rollmill.tasks.store.run.manifest import ForkOrigin, read_manifest, write_manifest
 from rollmill.tasks.store.run.run_search import distinct_runs
 from rollmill.tasks.store.shards.shard import write_shard
 from rollmill.tasks.store.shards.shard_names import ShardName
@@ -432,3 +433,34 @@ def test_sums_are_numbers(small_run: RunFolder) -> None:
     )
     assert found.dtypes == [pl.Int64, pl.Float64, pl.Float64]
     assert found["tokens"][0] == sum(read(small_run, "rollouts")["n_completion_tokens"].to_pylist())
+
+
+async def test_copied_steps_of_a_fork_have_the_rewards_that_they_were_trained_on(
+    rollmill: Command, small_run: RunFolder, tmp_path: Path
+) -> None:
+    """As one that was forked at step 1 with another scorer: the rewards of step 0 are those of the source's."""
+    folder = RunFolder(shutil.copytree(small_run.local, tmp_path / "fork"))
+    files, manifest = open_files(folder), read_manifest(folder)
+    origin = ForkOrigin(manifest.run, small_run.location, 1)
+    write_manifest(files, replace(manifest, run="f" * 16, origins=(origin,)), manifest)
+    (folder.local / "scores/scorer=earlier@1").mkdir()
+    scores = folder.local / "scores/scorer=addition@1/step=000000"
+    scores.rename(folder.local / "scores/scorer=earlier@1/step=000000")
+    batch = read(folder, "batches", step=0)
+    place = batch.schema.get_field_index("scorer")
+    renamed = pa.array(["earlier@1"] * batch.num_rows, batch.schema.field(place).type)
+    changed = batch.set_column(place, batch.schema.field(place), renamed)
+    async with RunWriter(files, 9, 0.0) as writer:
+        await writer.replace("batches", rows_from_table(changed), step=0)
+
+    query = (
+        "select step, avg(reward) as reward, count(reward) as n from trajectories group by step order by step"
+    )
+    found, expected = (api.open_run(each.location).sql(query) for each in (folder, small_run))
+    assert found.equals(expected)
+    assert found["n"].min() > 0
+    words = ("--status", "unscored", "--json")
+    unscored = [
+        json.loads(rollmill("inspect", str(each), *words)) for each in (folder.local, small_run.local)
+    ]
+    assert unscored[0]["trajectories"] == unscored[1]["trajectories"]

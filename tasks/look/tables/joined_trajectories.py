@@ -7,7 +7,7 @@ from polars.io.plugins import register_io_source
 
 from rollmill.tasks.errors import ConfigError
 from rollmill.tasks.look.tables.dataset_scans import finish_scan, scan_dataset
-from rollmill.tasks.look.tables.scores import resolve_scorer
+from rollmill.tasks.look.tables.scores import list_scorers_by_step, resolve_scorer
 from rollmill.tasks.store.attempts import last_attempts
 from rollmill.tasks.store.folders import PartitionValue, RunFolder
 from rollmill.tasks.store.stored_batch import select_own_rows
@@ -43,7 +43,7 @@ def scan_trajectories(folder: RunFolder, given: str, of_step: Mapping[str, Parti
         own = rollouts.select(name for name in schema if name in needed | _KEY)
         # Groups are those of the scorer that the run trains on, and only that one's subgroups are theirs.
         trained = _find_trained_scorer(folder, scorer) if given and "groups" in asked else scorer
-        found = _join(own, _scan_joined(folder, scorer, trained, asked, of_step))
+        found = _join(own, _scan_joined(folder, scorer, trained, asked, of_step, is_default=not given))
         yield finish_scan(found.lazy(), names, predicate, n_rows)
 
     return register_io_source(read, schema=pl.Schema({**schema, **joined}))
@@ -55,12 +55,15 @@ def _scan_joined(
     trained: str | None,
     asked: set[str],
     of_step: Mapping[str, PartitionValue],
+    *,
+    is_default: bool,
 ) -> dict[str, pl.LazyFrame]:
     """Return what is joined to the rollouts, by the data set; `subgroups` are those of `groups`, if `scores` has others."""
     found: dict[str, pl.LazyFrame] = {}
     if "scores" in asked or ("groups" in asked and trained == scorer):
         columns = (pl.col("reward").fill_nan(None), pl.col("status").alias("score_status"), "subgroup")
-        found["scores"] = _scan_scores(folder, scorer, of_step).select("trajectory_id", *columns)
+        scan = _scan_trained_scores if is_default else _scan_scores
+        found["scores"] = scan(folder, scorer, of_step).select("trajectory_id", *columns)
     if "batches" in asked:
         own = select_own_rows(scan_dataset(folder, "batches", of_step))
         found["batches"] = own.select("trajectory_id", "advantage")
@@ -77,6 +80,21 @@ def _scan_scores(
     folder: RunFolder, scorer: str | None, of_step: Mapping[str, PartitionValue]
 ) -> pl.LazyFrame:
     return scan_dataset(folder, "scores", {**({"scorer": scorer} if scorer else {}), **of_step})
+
+
+def _scan_trained_scores(
+    folder: RunFolder, scorer: str | None, of_step: Mapping[str, PartitionValue]
+) -> pl.LazyFrame:
+    """Return the scores that each step is trained on: in a fork the copied steps may have another scorer than `scorer`, its own."""
+    by_step = list_scorers_by_step(folder, scorer) if scorer else []
+    if len({key for key, _ in by_step}) < 2:
+        return _scan_scores(folder, scorer, of_step)
+    return pl.concat(
+        _scan_scores(folder, key, of_step).filter(
+            pl.col("step").is_between(steps.start, steps.stop, closed="left")
+        )
+        for key, steps in by_step
+    )
 
 
 def _find_trained_scorer(folder: RunFolder, chosen: str | None) -> str | None:

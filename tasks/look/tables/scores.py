@@ -1,6 +1,7 @@
 """The scorers of a run: the default one, and totals for each."""
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,12 +43,34 @@ def resolve_scorer(folder: RunFolder, asked: str = "") -> str | None:
     return found[-1]
 
 
+def list_scorers_by_step(folder: RunFolder, own: str) -> list[tuple[str, range]]:
+    """List by which scorer, NAME@VERSION, a run trains which of its steps: in a fork those of copied steps, then its `own`.
+
+    Example: a run that is forked at step 20 with another scorer has [("long@1", range(0, 20)), ("short@1", range(20, ...))].
+    """
+    found, first = list[tuple[str, range]](), 0
+    for origin in read_manifest(folder).origins:
+        found.append(
+            (_find_batch_scorer(folder, range(first, origin.step)) or own, range(first, origin.step))
+        )
+        first = origin.step
+    return [*found, (own, range(first, sys.maxsize))]
+
+
+def _find_batch_scorer(folder: RunFolder, steps: range) -> str:
+    """Return the scorer of the newest batch with rows of some steps; empty without one."""
+    for step in reversed(list_steps(folder, "batches")):
+        if step in steps:
+            batch = read(folder, "batches", ["scorer"], step=step)
+            if batch.num_rows:
+                return str(batch["scorer"][0].as_py())
+    return ""
+
+
 def _find_trained_scorer(folder: RunFolder) -> str:
     """Return the scorer of the newest batch with rows; without a batch the recorded one, or its name from the settings."""
-    for step in reversed(list_steps(folder, "batches")):
-        batch = read(folder, "batches", ["scorer"], step=step)
-        if batch.num_rows:
-            return str(batch["scorer"][0].as_py())
+    if scorer := _find_batch_scorer(folder, range(sys.maxsize)):
+        return scorer
     manifest = read_manifest(folder)
     if manifest.scorer:
         return manifest.scorer

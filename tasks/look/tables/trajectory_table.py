@@ -7,7 +7,7 @@ from typing import Any
 import polars as pl
 
 from rollmill.tasks.errors import ConfigError
-from rollmill.tasks.look.tables.scores import explain_scorers, resolve_scorer
+from rollmill.tasks.look.tables.scores import explain_scorers, list_scorers_by_step, resolve_scorer
 from rollmill.tasks.look.tables.selection import Selection, check_known, scan_partitions, select_partitions
 from rollmill.tasks.look.tables.view import Column, View, count_noun, drop_uniform, limit_notes, order_rows
 from rollmill.tasks.store.attempts import last_attempts, short_id
@@ -156,8 +156,29 @@ def _scan_sampled(folder: RunFolder, selection: Selection) -> tuple[pl.LazyFrame
     batches = scan_partitions(folder, "batches", BATCH_COLUMNS, "step", steps)
     scores = None
     if scorer:
-        scores = scan_partitions(folder, "scores", SCORE_COLUMNS, "step", steps, scorer=scorer)
+        scores = _scan_scores(folder, steps, scorer, is_default=not selection.scorer)
     return join_rewards(rollouts, batches, scores), scorer or ""
+
+
+def _scan_scores(
+    folder: RunFolder, steps: list[int] | None, scorer: str, *, is_default: bool
+) -> pl.LazyFrame:
+    """Return the scores of the selected steps, by the scorer that each is trained by if none was chosen."""
+    by_step = list_scorers_by_step(folder, scorer) if is_default else []
+    if len({key for key, _ in by_step}) < 2:
+        return scan_partitions(folder, "scores", SCORE_COLUMNS, "step", steps, scorer=scorer)
+    chosen = list_steps(folder, "rollouts") if steps is None else steps
+    of_each = [(key, [step for step in chosen if step in own]) for key, own in by_step]
+    parts = [
+        scan_partitions(folder, "scores", SCORE_COLUMNS, "step", own, scorer=key)
+        for key, own in of_each
+        if own
+    ]
+    return (
+        pl.concat(parts)
+        if parts
+        else scan_partitions(folder, "scores", SCORE_COLUMNS, "step", None, scorer=scorer)
+    )
 
 
 def join_rewards(rollouts: pl.LazyFrame, batches: pl.LazyFrame, scores: pl.LazyFrame | None) -> pl.LazyFrame:
