@@ -129,7 +129,8 @@ class TrainConfig(StageConfig):
     )
     micro_batch_tokens: int = setting(
         8192,
-        "Largest number of tokens, padding included, of one forward pass of a rank. All segments of a trajectory are in one: where an "
+        "Largest number of tokens, padding included, of one forward pass of a rank. A prompt that rows share counts once, and attention "
+        "stores it for each row: lower this for large groups with long prompts. All segments of a trajectory are in one pass: where an "
         "environment changes the context, an episode is truncated before they could have more tokens.",
         ge=1,
     )
