@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -72,8 +73,11 @@ def test_the_estimators_of_the_divergence_are_schulmans() -> None:
         assert KL_ESTIMATORS[name](SAMPLER, REFERENCE).tolist() == pytest.approx(values.tolist())
 
 
-def test_a_rank_without_a_token_needs_no_loss_of_none_and_has_its_gradient() -> None:
+def test_a_rank_without_a_token_needs_no_loss_of_none_and_has_its_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A loss of a user may take a maximum, which no tokens have."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
     none = torch.empty(0, dtype=torch.float64)
     batch = micro_batch(
         row_numbers=[],
