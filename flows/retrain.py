@@ -24,6 +24,7 @@ from rollmill.flows.step.step_space import StepSpace
 from rollmill.tasks.observe.metrics import Metric
 from rollmill.tasks.observe.spans import record_span, span
 from rollmill.tasks.observe.step_clock import StepClock, record_flow
+from rollmill.tasks.score.group_outcomes import RolloutOrigin
 from rollmill.tasks.store.group_draw import steps_per_pass
 from rollmill.tasks.store.run.manifest import check_sources, read_sources
 from rollmill.tasks.store.run.run_search import find_run
@@ -98,17 +99,14 @@ async def score_imported(run: TrainingRun, policy: RunPolicy, pool: GroupPool) -
     Nobody knows those of the policy that answered. Against the policy before each step, a ratio would let training move away from the
     answers without a bound; against the start policy, which is the one that answered or the nearest to it, it bounds the whole run.
     """
-    said = False
+    imported = await asyncio.to_thread(pool.find_imported)
+    if not imported:
+        return
+    say("computing the start policy's log-probabilities of imported trajectories, which training starts from")
     for step in range(run.config.steps):
-        for origin, ids in await asyncio.to_thread(
-            lambda at: list(pool.list_unsampled(run.config, at)), step
-        ):
-            if not said:
-                say(
-                    "computing the start policy's log-probabilities of imported trajectories, which training starts from"
-                )
-                said = True
-            await policy.score_ahead(step, ids, origin)
+        trained = await asyncio.to_thread(pool.list_trained, run.config, step)
+        for source, source_step in sorted(trained.keys() & imported):
+            await policy.score_ahead(step, trained[source, source_step], RolloutOrigin(source, source_step))
 
 
 async def sync_and_evaluate(run: TrainingRun, policy: RunPolicy, trained: TrainedStep) -> Sequence[Metric]:

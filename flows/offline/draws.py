@@ -24,12 +24,13 @@ from rollmill.tasks.score.group_outcomes import (
 from rollmill.tasks.score.stored_scores import recompute_advantages
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.group_draw import Order, StoredGroup, draw_groups
-from rollmill.tasks.store.reader import read, read_chosen
-from rollmill.tasks.store.rows import column_values, rows_from_table, rows_where
+from rollmill.tasks.store.reader import read
 from rollmill.tasks.store.run.manifest import read_manifest
 from rollmill.tasks.store.run.run_search import find_run
 from rollmill.tasks.store.run.writable_run import OpenRun
 from rollmill.tasks.store.stored_batch import read_batch_digest
+
+_VERSION = "policy_version_first"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,22 +91,21 @@ class GroupPool:
             raise ConfigError("retrain.sources", config.retrain.sources, remedy)
         return cls(tuple(groups), left_out, order)
 
-    def list_unsampled(self, config: RunConfig, step: int) -> Iterator[tuple[RolloutOrigin, list[str]]]:
-        """Yield the trajectories that a step trains on and whose sampler's log-probabilities are not known, by where they are stored.
+    def find_imported(self) -> set[tuple[str, int]]:
+        """Return the sources, with the step there, whose trajectories were imported: nobody knows their sampler's log-probabilities."""
+        return {
+            (source, step)
+            for source, step in {(each.source, each.step) for each in self.groups}
+            if NO_VERSION in read(RunFolder(source), "rollouts", [_VERSION], step=step)[_VERSION].to_pylist()
+        }
 
-        Those are the imported ones.
-        """
+    def list_trained(self, config: RunConfig, step: int) -> dict[tuple[str, int], list[str]]:
+        """Return the ids of the trajectories that a step trains on, by their source and the step there."""
         ids: dict[tuple[str, int], list[str]] = {}
         for stored, outcomes in self.draw(config, step):
             trained = (survivor.trajectory_id for each in outcomes for survivor, *_ in each.trained)
             ids.setdefault((stored.source, stored.step), []).extend(trained)
-        for (source, source_step), of_step in ids.items():
-            columns = ["trajectory_id", "policy_version_first"]
-            table = read_chosen(RunFolder(source), "rollouts", of_step, columns, step=source_step)
-            imported = rows_where(rows_from_table(table), "policy_version_first", NO_VERSION)
-            if imported.num_rows:
-                found = [str(each) for each in column_values(imported, "trajectory_id")]
-                yield RolloutOrigin(source, source_step), found
+        return ids
 
     def draw(self, config: RunConfig, step: int) -> list[tuple[StoredGroup, tuple[GroupOutcome, ...]]]:
         """Draw a step's groups with their outcomes, sorted by source and step; the same seed and step draw the same groups."""

@@ -134,6 +134,7 @@ async def test_groups_that_meet_a_condition_alone_are_drawn(
 ) -> None:
     pool = GroupPool.read(config_of(source, where=condition))
     assert [(each.step, each.group) for each in pool.groups] == groups
+    assert pool.find_imported() == set(), "its sampler is known"
 
 
 @pytest.mark.parametrize(

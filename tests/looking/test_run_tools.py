@@ -10,7 +10,7 @@ import pytest
 from mcp.client import Client
 from mcp.client.stdio import StdioServerParameters, stdio_client
 
-from rollmill.tasks.look.web.run_tools import make_server
+from rollmill.tasks.look.web.run_tools import _plain, make_server
 from rollmill.tasks.store.folders import RunFolder
 from rollmill.tasks.store.run.run_search import find_run
 
@@ -43,6 +43,10 @@ async def test_an_agent_reads_runs_groups_trajectories_and_times(
         assert found["error_type"] == "RequestError"
         rows = await call(client, "query", runs=[run], sql="select count(*) as n from trajectories")
         assert rows == {"n": 1, "rows": [{"n": 48}]}
+
+
+def test_half_a_surrogate_pair_that_a_model_wrote_is_a_question_mark() -> None:
+    assert _plain({"said": "a\ud83d", "reward": float("nan")}) == {"said": "a?", "reward": None}
 
 
 async def test_errors_are_answers_and_nothing_is_written(
