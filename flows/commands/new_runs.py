@@ -178,9 +178,25 @@ def run_in_folder(
 
 def fork_here(source: RunFolder, step: int, name: str, overrides: Sequence[str]) -> None:
     """Create the run `name` as `prepare_fork` does, and run it; nothing is created if something that it needs is missing."""
-    preflight(fork_config(source, overrides))
+    config = fork_config(source, overrides)
+    preflight(config)
+    if _scores_otherwise(source, config):
+        warning = (
+            f"steps and evaluations copied from {source.location} have rewards by its scorer, later ones by that of {name}: "
+            f"`rollmill rescore {name} --evaluations` gives all rewards by the latter"
+        )
+        typer.echo(f"rollmill: warning: {warning}", err=True)
     # A second check would open another episode, which may be slow or paid for.
     run_here(prepare_fork(source, step, name, overrides), name, again=False, is_checked=True)
+
+
+def _scores_otherwise(source: RunFolder, config: RunConfig) -> bool:
+    """Return True if a fork has another scorer than its source, or another for evaluations."""
+    stored, given = read_manifest(source).config, config.model_dump(mode="json")
+    names = ("score.scorer", "score.sum", "evaluate.scorer")
+    return any(
+        get_setting(stored, each, None) not in (None, get_setting(given, each, None)) for each in names
+    )
 
 
 def prepare_fork(source: RunFolder, step: int, name: str, overrides: Sequence[str]) -> RunConfig:

@@ -16,7 +16,7 @@ from stored_policies import Rewards, begin_run, store_evaluation
 from rollmill.flows.checks import gpu_assignment
 from rollmill.flows.checks import preflight as preflight_module
 from rollmill.flows.checks.preflight import check_architecture, check_rope, preflight, preflight_in_turn
-from rollmill.flows.commands import stored_runs
+from rollmill.flows.commands import new_runs, stored_runs
 from rollmill.flows.commands.new_runs import fork_config, fork_here, prepare_fork
 from rollmill.flows.commands.stored_runs import (
     check_replay_options,
@@ -539,6 +539,18 @@ def test_another_program_for_vllms_python_is_refused(text: str, message: str, tm
 def test_what_is_no_program_is_refused_as_vllms_python(python: str) -> None:
     with pytest.raises(ConfigError, match=rf"serve\.python = '{python}': there is no Python; create"):
         preflight(load("quickstart", (f"serve.python={python}",)))
+
+
+@pytest.mark.parametrize(
+    ("override", "is_other"),
+    [("steps=9", False), ("score.scorer=guess", True), ("evaluate.scorer=guess", True)],
+)
+def test_a_fork_whose_rewards_are_not_those_of_its_source_is_known(
+    override: str, is_other: bool, tmp_path: Path
+) -> None:
+    given = (f"store.root={tmp_path}", "model=m", "start_model.steps=0")
+    with open_run(tmp_path / "run", load("quickstart", given).model_dump(mode="json")) as run:
+        assert new_runs._scores_otherwise(run.folder, load("quickstart", (*given, override))) == is_other
 
 
 def test_a_fork_that_lacks_something_leaves_nothing(tmp_path: Path) -> None:

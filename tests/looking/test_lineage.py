@@ -15,6 +15,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from rollmill.flows import cli
+from rollmill.tasks.look.tables.lineage_table import make_lineage_view
 from rollmill.tasks.store.filesystem import open_files
 from rollmill.tasks.store.folders import RunFolder, partition_folder
 from rollmill.tasks.store.lineage.lineage_trace import LineageReport, trace_policy
@@ -113,6 +114,17 @@ def test_one_changed_byte_anywhere_is_found_and_named(
         changed[place] ^= 1 << draw.randrange(8)
         path.write_bytes(changed)
         assert places(trace_policy(policy)) == [str(path)], f"byte {place}"
+
+
+def test_a_trajectory_that_several_steps_trained_on_is_counted_once(policy: RunFolder) -> None:
+    report = trace_policy(policy)
+    once, twice = (
+        make_lineage_view("p", each).title
+        for each in (report, replace(report, rows=[*report.rows, *report.rows]))
+    )
+    n = len(report.rows)
+    assert once.startswith(f"p: {n} trajectories, sampled in")
+    assert twice.startswith(f"p: {n} trajectories, trained on {2 * n} times in all, sampled in")
 
 
 def test_the_command_names_what_differs_and_ends_with_status_1(

@@ -464,3 +464,5 @@ async def test_copied_steps_of_a_fork_have_the_rewards_that_they_were_trained_on
         json.loads(rollmill("inspect", str(each), *words)) for each in (folder.local, small_run.local)
     ]
     assert unscored[0]["trajectories"] == unscored[1]["trajectories"]
+    shown = " ".join(rollmill("inspect", str(folder.local), "--trajectories").split())
+    assert "rewards of steps 0 to 0 are by earlier@1, which they were trained on" in shown

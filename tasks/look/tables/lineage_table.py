@@ -24,7 +24,10 @@ def make_lineage_view(policy: str, report: LineageReport, limit: int = 0) -> Vie
     rows = [asdict(row) for row in (report.rows[:limit] if limit else report.rows)]
     shown = [row | {"digest": row["digest"][:SHOWN_DIGITS]} for row in rows]
     origins = {(row.location, row.step) for row in report.rows}
-    title = f"{policy}: {count_noun(len(report.rows), 'trajectory', 'trajectories')}"
+    n = len({(row.location, row.trajectory_id) for row in report.rows})
+    title = f"{policy}: {count_noun(n, 'trajectory', 'trajectories')}"
+    if n < len(report.rows):
+        title += f", trained on {len(report.rows)} times in all"
     n_runs = len({each for each, _ in origins})
     title += f", sampled in {count_noun(len(origins), 'step')} of {count_noun(n_runs, 'run')}"
     notes = [

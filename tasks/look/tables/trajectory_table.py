@@ -84,8 +84,22 @@ def make_trajectories_view(folder: RunFolder, selection: Selection) -> View:
         title,
         drop_uniform(TRAJECTORY_COLUMNS, shown, ("step", "env"), ("error", "advantage")),
         shown,
-        [*notes, *(explain_scorers(folder, scorer) if scorer else ())],
+        [
+            *notes,
+            *_explain_copied(folder, selection, scorer),
+            *(explain_scorers(folder, scorer) if scorer else ()),
+        ],
     )
+
+
+def _explain_copied(folder: RunFolder, selection: Selection, scorer: str) -> list[str]:
+    """Say which steps of a fork have rewards by another scorer, by which they were trained."""
+    by_step = list_scorers_by_step(folder, scorer) if scorer and not selection.scorer else []
+    return [
+        f"rewards of steps {steps.start} to {steps.stop - 1} are by {key}, which they were trained on"
+        for key, steps in by_step
+        if key != scorer and len(steps)
+    ]
 
 
 def _describe_none(folder: RunFolder, stored: pl.DataFrame, selection: Selection) -> str:
