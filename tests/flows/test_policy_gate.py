@@ -62,7 +62,9 @@ def promote(policy: RunFolder, alias: PolicyAlias, by: str = "a person") -> None
     promote_policy(policy.location, alias, by)
 
 
-def test_an_equal_policy_is_promoted_and_rolled_back_by_commands(workfolder: Path, rollmill: Command) -> None:
+def test_an_equal_policy_is_promoted_and_rolled_back_by_commands(
+    workfolder: Path, rollmill: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = make_policy(workfolder, "first", GOOD), make_policy(workfolder, "second", EQUAL)
     assert rollmill("gate", first.location)[0] == 0
     status, said = rollmill("promote", first.location, "--yes", "--by", "ada")
@@ -84,6 +86,9 @@ def test_an_equal_policy_is_promoted_and_rolled_back_by_commands(workfolder: Pat
     assert Path("policies/production").resolve() == first.local
     status, said = rollmill("rollback")
     assert (status, "no earlier policy" in said) == (2, True)
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = rollmill("history")[1]
+    assert "second/policies/version=000001" in shown, "on 80 columns"
     moves = json.loads(rollmill("history", "--json")[1])["moves"]
     assert [each["action"] for each in moves] == ["rollback", "promote", "promote"]
     assert [each["policy"] for each in moves] == [first.location, second.location, first.location]

@@ -17,6 +17,8 @@ _GATE_COLUMNS = (
     Column("pass_rate", rank=2, header="equal passes"),
     Column("passed"),
 )
+# "2026-11-28 16:42", and "nightly-1/policies/version=000002".
+_MINUTES, _SHOWN_PARTS = 16, 3
 _HISTORY_COLUMNS = (
     Column("when"),
     Column("action"),
@@ -24,7 +26,7 @@ _HISTORY_COLUMNS = (
     Column("run", rank=2),
     Column("digest", rank=3),
     Column("approved_by", rank=1, header="by"),
-    Column("policy", is_text=True),
+    Column("policy"),
     Column("note", rank=4, is_text=True),
 )
 
@@ -61,17 +63,18 @@ def describe_gate(record: GateRecord) -> Sequence[str]:
 
 
 def make_history_view(location: str, records: Iterable[AliasRecord]) -> View:
-    """Return the table of an alias' moves, newest first."""
+    """Return the table of an alias' moves, newest first; its values have whole times and paths."""
     moves = list(records)
     rows = [
         {
-            "when": each.created_at,
+            "when": each.created_at[:_MINUTES].replace("T", " "),
             "action": each.action,
             "version": each.version,
             "run": each.run,
             "digest": each.digest[:16],
             "approved_by": each.approved_by,
-            "policy": each.policy,
+            # The folder of the run, and its policy: a whole path says less on a terminal.
+            "policy": "/".join(each.policy.rstrip("/").split("/")[-_SHOWN_PARTS:]),
             "note": each.note,
         }
         for each in moves
