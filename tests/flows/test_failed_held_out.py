@@ -10,6 +10,7 @@ import pytest
 from planned_run import PlannedSampler, PlannedScoring, open_planned_run
 from prefect.logging import disable_run_logger
 
+from rollmill.flows.run.live_run import Run
 from rollmill.flows.step.held_out import (
     evaluate_prompts,
     finish_evaluation,
@@ -37,10 +38,7 @@ async def test_failed_scores_of_held_out_answers_are_redone_and_nothing_is_sampl
     broken = PlannedScoring(statuses={GREEDY: "failed", SAMPLED: "failed"})
     failing = PlannedSampler({LOST: RequestError("no")})
     async with open_planned_run(tmp_path, failing, broken, **SETTINGS) as run:
-        requests = await plan_held_out(run, 0)
-        watch = FailureWatch(0, len(requests), 1.0, lambda: logging.getLogger("test"))
-        with run.held_out_admission.request_slots(len(requests), (0, EVALUATION)) as tickets:
-            await evaluate_prompts.fn((run, requests, tickets, watch), 0, 0)
+        await evaluate_start_model(run)
         before = read(run.folder, "evaluations", version=0)
     assert set(before["error_type"].to_pylist()) == {"ScoreError", "RequestError"}
 
@@ -63,17 +61,12 @@ async def test_failed_scores_of_held_out_answers_are_redone_and_nothing_is_sampl
     assert not [each for each in verify_run(run.folder).findings if "evaluations" in str(each)]
 
 
-async def test_answers_that_another_version_sampled_are_not_stored(
-    tmp_path: Path,
-) -> None:
+async def test_answers_that_another_version_sampled_are_not_stored(tmp_path: Path) -> None:
     """As those of a server that failed and came back with the next version while an evaluation ran."""
     sampler = PlannedSampler({LOST: RequestError("no")})
     sampler.versions = {GREEDY: 0, SAMPLED: 1}
     async with open_planned_run(tmp_path, sampler, PlannedScoring(), **SETTINGS) as run:
-        requests = await plan_held_out(run, 0)
-        watch = FailureWatch(0, len(requests), 1.0, lambda: logging.getLogger("test"))
-        with run.held_out_admission.request_slots(len(requests), (0, EVALUATION)) as tickets:
-            await evaluate_prompts.fn((run, requests, tickets, watch), 0, 0)
+        await evaluate_start_model(run)
         rows = read(run.folder, "evaluations", version=0)
         assert set(rows["sample"].to_pylist()) == {GREEDY, LOST}
         assert not is_evaluated(run, 0)
@@ -101,10 +94,7 @@ async def test_sinks_get_the_figures_of_redone_scores_although_they_have_earlier
     sinks = SimpleNamespace(put=lambda point: feed.add([point]))
     broken = PlannedScoring(statuses={SAMPLED: "failed"})
     async with open_planned_run(tmp_path, PlannedSampler(), broken, **SETTINGS) as run:
-        requests = await plan_held_out(run, 0)
-        watch = FailureWatch(0, len(requests), 1.0, lambda: logging.getLogger("test"))
-        with run.held_out_admission.request_slots(len(requests), (0, EVALUATION)) as tickets:
-            await evaluate_prompts.fn((run, requests, tickets, watch), 0, 0)
+        await evaluate_start_model(run)
     async with open_planned_run(tmp_path, PlannedSampler(), PlannedScoring(), **SETTINGS) as run:
         followed = replace(run, sinks=sinks)  # type: ignore[arg-type]
         with disable_run_logger():
@@ -118,10 +108,7 @@ async def test_sinks_get_the_figures_of_redone_scores_although_they_have_earlier
 async def test_failed_scores_of_an_environment_that_a_fork_no_longer_has_stay(tmp_path: Path) -> None:
     broken = PlannedScoring(statuses={GREEDY: "failed"})
     async with open_planned_run(tmp_path, PlannedSampler(), broken, **SETTINGS) as run:
-        requests = await plan_held_out(run, 0)
-        watch = FailureWatch(0, len(requests), 1.0, lambda: logging.getLogger("test"))
-        with run.held_out_admission.request_slots(len(requests), (0, EVALUATION)) as tickets:
-            await evaluate_prompts.fn((run, requests, tickets, watch), 0, 0)
+        await evaluate_start_model(run)
         before = read(run.folder, "evaluations", version=0)
     async with open_planned_run(tmp_path, PlannedSampler(), PlannedScoring(), **SETTINGS) as run:
         (environment,) = run.environments
@@ -129,6 +116,13 @@ async def test_failed_scores_of_an_environment_that_a_fork_no_longer_has_stay(tm
             await redo_failed_scores(replace(run, environments=(replace(environment, name="another"),)))
         # By repr, because a reward that is not a number is unequal to itself.
         assert repr(same(read(run.folder, "evaluations", version=0))) == repr(same(before))
+
+
+async def evaluate_start_model(run: Run) -> None:
+    requests = await plan_held_out(run, 0)
+    watch = FailureWatch(0, len(requests), 1.0, lambda: logging.getLogger("test"))
+    with run.held_out_admission.request_slots(len(requests), (0, EVALUATION)) as tickets:
+        await evaluate_prompts.fn((run, requests, tickets, watch), 0, 0)
 
 
 def same(table: Any) -> list[dict[str, Any]]:
